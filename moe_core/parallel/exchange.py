@@ -10,6 +10,7 @@ Example, W = 2, L = 2, K = 2, T = 2 on rank 0, places [[2, 3], [0, 2]]. Slots: g
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from moe_core.base import require_choice
 from moe_core.errors import InvalidInput
 from moe_core.ops.routing.reference import layout as make_layout
-from moe_core.parallel.placement import Placement
+from moe_core.parallel.placement import Placement, PlacementTables
 from moe_core.specs import LayoutSpec
 from moe_core.specs.operands import RaggedLayout
 
@@ -32,14 +33,19 @@ class Places(NamedTuple):
 
 
 def physical_ids(
-    ids: np.ndarray, placement: Placement, *, first_token: int = 0, token_mask: np.ndarray | None = None
+    ids: np.ndarray,
+    placement: Placement,
+    *,
+    first_token: int = 0,
+    token_mask: np.ndarray | None = None,
+    tables: PlacementTables | None = None,
 ) -> Places:
-    """Return the place of every slot, from ids int32 `[T, K]`.
+    """Return the place of every slot, from ids int32 `[T, K]`. tables: None: of the placement.
 
     A slot of an expert with n places goes to number (t + k) mod n. t counts all ranks' tokens from first_token on, so
     the split into ranks does not matter. token_mask bool `[T]`: slots of False tokens have no place.
     """
-    _, places, start = placement.tables
+    _, places, start = placement.tables if tables is None else tables
     known = ids if token_mask is None else np.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
     valid = ~invalid & (known >= 0)
@@ -61,6 +67,13 @@ def first_owners(places: np.ndarray, per_rank: int) -> np.ndarray:
         again = (owners[:, :k] == owners_of(places[:, k], per_rank)[:, None]).any(axis=1)
         owners[again, k] = -1
     return owners
+
+
+@functools.lru_cache(maxsize=256)
+def levels_of(placement: Placement, hosts: int) -> tuple[Placement, Placement]:
+    """Places of all ranks on hosts, and places of a host on its ranks."""
+    places, each = placement.num_places, placement.num_places // hosts
+    return Placement.linear(places, hosts), Placement.linear(each, placement.num_ranks // hosts)
 
 
 def sends(groups: np.ndarray, num_groups: int) -> RaggedLayout:

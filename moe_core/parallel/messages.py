@@ -15,7 +15,9 @@ from moe_core.parallel.tensor import TensorSplit
 @dataclass(frozen=True)
 class Collective:
     """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, or `push` (stores to peers).
-    rows, bytes: the most that the rank sends, its own part included. axis: `experts` or `tensor`."""
+    rows, bytes: the most that the rank sends, its own part included. axis: `experts`, `tensor`, `between hosts` or
+    `inside a host`.
+    """
 
     kind: str
     what: str
@@ -25,7 +27,7 @@ class Collective:
     axis: str = "experts"
 
     def __str__(self) -> str:
-        over = "" if self.axis == "experts" else f" over the {self.axis} axis"
+        over = {"experts": "", "tensor": " over the tensor axis"}.get(self.axis, f" {self.axis}")
         return f"{self.kind}{over} of {self.what}: {self.rows} rows, {self.bytes} bytes of {self.dtype}"
 
 
@@ -91,6 +93,58 @@ class TensorMessages(NamedTuple):
             "returned parts": self.split.size * self.tokens * self.d_model * 4,
         }
         return tuple(ExchangeBuffer(name, size, False) for name, size in sizes.items() if size)
+
+
+class HostMessages(NamedTuple):
+    """Messages between hosts, then inside them, of equally many tokens on each rank. results: the most of an owner."""
+
+    hosts: int
+    local: int
+    tokens: int
+    top_k: int
+    per_rank: int
+    results: int
+    dtype: str
+    row_bytes: int
+    header: int
+
+    @property
+    def _arriving(self) -> int:
+        """The most tokens at a gateway."""
+        return self.hosts * self.tokens
+
+    @property
+    def _out(self) -> tuple[tuple[str, int], ...]:
+        sent, passed = self.tokens * min(self.top_k, self.hosts), self._arriving * min(self.top_k, self.local)
+        return ("between hosts", sent), ("inside a host", passed)
+
+    @property
+    def _home(self) -> tuple[tuple[str, int], ...]:
+        passed = self._arriving * min(self.top_k, self.local * self.per_rank)
+        return ("inside a host", self.results), ("between hosts", passed)
+
+    @staticmethod
+    def _send(ways: tuple[tuple[str, int], ...], what: str, dtype: str, each: int) -> list[Collective]:
+        return [Collective("all_to_all", what, dtype, rows, rows * each, axis) for axis, rows in ways]
+
+    def forward(self) -> tuple[Collective, ...]:
+        messages = [Collective("all_gather", "header", "int32", 1, 4 * self.header)]
+        for way, groups in zip(self._out, (self.hosts, self.local), strict=True):
+            size = 4 * (self.header + 2 * groups)
+            messages.append(Collective("all_gather", "header and counts", "int32", 1, size, way[0]))
+            messages += self._send((way,), "ids and weights", "int32", 8 * self.top_k)
+        messages += self._send(self._out[1:], "homes", "float32", 4)
+        messages += self._send(self._out, "rows", self.dtype, self.row_bytes)
+        return (*messages, *self._send(self._home, "results", self.dtype, self.row_bytes))
+
+    def backward(self) -> tuple[Collective, ...]:
+        kinds = (self._out, "d_output"), (self._home, "d_x")
+        rows = [one for ways, what in kinds for one in self._send(ways, what, self.dtype, self.row_bytes)]
+        return (*rows, *self._send(self._home, "d_weights", "float32", 4))
+
+    def buffers(self) -> tuple[ExchangeBuffer, ...]:
+        sizes = {"rows at a gateway": self._arriving, "results at a gateway": self._home[1][1]}
+        return tuple(ExchangeBuffer(name, rows * self.row_bytes, False) for name, rows in sizes.items())
 
 
 def quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, int]]:

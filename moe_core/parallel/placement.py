@@ -122,6 +122,19 @@ class Placement:
             table.setflags(write=False)
         return tables
 
+    def tables_of_host(self, host: int, hosts: int) -> PlacementTables:
+        """The tables of ranks on one of equal hosts of consecutive ranks: replicas elsewhere only for experts that it
+        lacks. places is still `[W * L]`, with -1 behind its last."""
+        held, places, _ = self.tables
+        on_host = places // (self.num_places // hosts) == host
+        expert = np.where(held[places] == HOLE, self.num_experts, held[places])
+        here = np.bincount(expert[on_host], minlength=self.num_experts + 1) > 0
+        kept = (on_host | ~here[expert]) & (expert < self.num_experts)
+        counts = np.bincount(expert[kept], minlength=self.num_experts)
+        chosen = np.full_like(places, HOLE)
+        chosen[: kept.sum()] = places[kept]
+        return PlacementTables(held, chosen, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
     def _common(self, other: Placement) -> np.ndarray:
         """`[W, W]`: the number of experts that a rank here and a rank of `other` both have."""
         held, (_, places, start) = other.tables.expert_of_place, self.tables

@@ -12,9 +12,9 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel import bounds as limits
 from moe_core.parallel.header import MOST_TOP_K, Header, header_of
-from moe_core.parallel.messages import Collective, ExchangeBuffer, TensorMessages, quantized_bytes
+from moe_core.parallel.messages import Collective, ExchangeBuffer, HostMessages, TensorMessages, quantized_bytes
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec, refuse_chunks, why_not_exact
+from moe_core.parallel.spec import ExchangeSpec, ranks_of_host, refuse_chunks, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
 from moe_core.specs.exchange import TableSpec
 
@@ -25,7 +25,7 @@ class ExchangePlan:
     """One exchange, made by `plan_exchange`.
 
     forward, backward: messages in order, backward only with training. buffers: of the worst case, all sets. host_reads:
-    0 to 2. why_not_exact: empty if the bits are one device's. expected_tokens, expected_experts: for `Tuning`, so that
+    0 to 3. why_not_exact: empty if the bits are one device's. expected_tokens, expected_experts: for `Tuning`, so that
     sums have one device's order. expected_rows: slots of all ranks. experts: an `experts_digest`, 0: not compared.
     """
 
@@ -141,7 +141,12 @@ class ExchangePlan:
             lines.append(f"  bound      {bounds.block} rows from each rank, {bounds.back} back; more are counted")
         elif bounds.receive is not None:
             lines.append(f"  bound      {bounds.receive} rows received; more are counted")
-        reads = "reads nothing", "reads the counts once", "reads a header, and the counts once"
+        reads = (
+            "reads nothing",
+            "reads the counts once",
+            "reads a header, and the counts once",
+            "reads a header, and counts twice",
+        )
         lines.append(f"  host       {reads[self.host_reads]}")
         lines.append(f"  tiles      as for {self.expected_tokens} tokens and {self.expected_experts} experts")
         lines += [f"  bits       not one device's: {reason}" for reason in self.why_not_exact]
@@ -177,6 +182,9 @@ def plan_exchange(
     require_kind("spec", spec, ExchangeSpec)
     require_kind("tensor", tensor, TensorSplit)
     require_flag("training", training)
+    ranks_of_host(spec, placement.num_ranks)
+    if spec.hosts > 1 and tensor.size > 1:
+        raise Unsupported(f"hosts must be 1 beside a tensor axis, got {spec.hosts} with {tensor.size} ranks; pass 1")
     if training and placement.has_replicas:
         raise Unsupported(
             f"training needs every expert at one place, got {placement}: gradients of replicas are not added; use "
@@ -195,7 +203,7 @@ def plan_exchange(
         forward=planner.forward() if over is None else over.forward(planner.forward()),
         backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
-        host_reads=int(spec.mode == "all_to_all") * (1 if over is None else 2),
+        host_reads=3 if spec.hosts > 1 else int(spec.mode == "all_to_all") * (1 if over is None else 2),
         why_not_exact=why_not_exact(spec, tensor.size),
         expected_experts=placement.num_experts,
     ).of_group(placement.num_ranks * draft.brought)
@@ -216,6 +224,12 @@ class _Planner:
         self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
         self.width = plan.top_k if plan.spec.rows == "tokens" else 1
         self.row_bytes = plan.d_model * dtypes.itemsize(plan.dtype)
+
+    @property
+    def _over_hosts(self) -> HostMessages:
+        hosts, local = self.spec.hosts, ranks_of_host(self.spec, self.ranks)
+        sizes = self.tokens, self.top_k, self.plan.placement.per_rank, self.given
+        return HostMessages(hosts, local, *sizes, self.plan.dtype, self.row_bytes, len(Header._fields))
 
     @property
     def sent(self) -> int:
@@ -257,6 +271,8 @@ class _Planner:
 
     def forward(self) -> tuple[Collective, ...]:
         mode, header = self.spec.mode, len(Header._fields)
+        if self.spec.hosts > 1:
+            return self._over_hosts.forward()
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
         # Ids travel with the bits of weights. For counted rows of slots, weights travel without ids.
@@ -300,6 +316,8 @@ class _Planner:
         return 0 if self.spec.rows == "slots" and self.spec.mode != "padded" else self.width
 
     def backward(self) -> tuple[Collective, ...]:
+        if self.spec.hosts > 1:
+            return self._over_hosts.backward()
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
@@ -332,6 +350,8 @@ class _Planner:
         else:
             buffers.append(ExchangeBuffer("received ids", received * self.width_of_ids * 4, False))
             buffers.append(ExchangeBuffer("received weights", received * self.width * 4, False))
+        if self.spec.hosts > 1:
+            buffers += self._over_hosts.buffers()
         if self.spec.mode not in ("all_gather", "peer"):
             buffers.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
         if by_slot:
@@ -365,9 +385,10 @@ def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     # Rows that are sent weigh less than what comes back for them.
+    passed, passed_back = size.get("rows at a gateway", 0), size.get("results at a gateway", 0)
     return routing + max(
-        gathered + received + size.get("rows by slot", 0),
+        passed + gathered + received + size.get("rows by slot", 0),
         returned + results + scratch,
-        results + size["returned results"] + (parts or output) + kept,
+        results + passed_back + size["returned results"] + (parts or output) + kept,
         ends,
     )

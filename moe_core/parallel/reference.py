@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, share
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.reference_routes import Routes, make_routes
+from moe_core.parallel.reference_routes import HostRoutes, Routes, host_tables, make_host_routes, make_routes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
@@ -53,7 +53,7 @@ class GroupForward(NamedTuple):
     outputs: tuple[MoEOutput, ...]
     received_per_expert: tuple[np.ndarray, ...]
     overflow: np.ndarray
-    routes: Routes
+    routes: Routes | HostRoutes
     owners: tuple[Owner, ...]
     stages: tuple[dict[str, np.ndarray], ...]
 
@@ -80,7 +80,9 @@ def moe(
     first_token = 0
     for rank in ranks:
         routing = routing_stages(rank.x, rank.routing, spec, rank.token_mask)
-        physical = physical_ids(routing["ids"], placement, first_token=first_token, token_mask=rank.token_mask)
+        tables = host_tables(placement, exchange, len(places))
+        options: Any = {"first_token": first_token, "token_mask": rank.token_mask, "tables": tables}
+        physical = physical_ids(routing["ids"], placement, **options)
         first_token += len(rank.x)
         # The weight is applied before rows travel, so the owner's is 1.
         on_input = spec.apply_router_weight_on_input
@@ -88,7 +90,7 @@ def moe(
         weights.append(np.ones_like(routing["weights"]) if on_input else routing["weights"])
         places.append(physical.places)
         stages.append(routing | {"invalid_ids": physical.invalid_ids})
-    routes = make_routes(places, placement, exchange)
+    routes = (make_routes if exchange.hosts == 1 else make_host_routes)(places, placement, exchange)
     owners = []
     for number, rank in enumerate(ranks):
         routing = TopK(routes.ids[number], routes.push_weights(number, weights))
@@ -137,7 +139,7 @@ def _check(ranks: Sequence[MoEOperands], placement: Placement, exchange: Exchang
 
 
 class _Home(MoEBackward):
-    def __init__(self, number: int, routes: Routes, returned: tuple[list[np.ndarray], list[np.ndarray]], *rest) -> None:
+    def __init__(self, number: int, routes: Any, returned: tuple[list[np.ndarray], list[np.ndarray]], *rest) -> None:
         self.number, self.routes, self.returned = number, routes, returned
         super().__init__(*rest)
 

@@ -1,11 +1,15 @@
-"""Routes of rows between all ranks, in every mode (part of the twin)."""
+"""Routes of rows between all ranks, in every mode (part of the twin).
+
+With hosts, a *gateway* is the rank of another host with the home's number on its own. A token crosses to a host's
+gateway once, which passes it on to the owners there. Results of slots come home the same way, one row for each.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +17,7 @@ from moe_core.parallel.bounds import Bounds, bounds_of
 from moe_core.parallel.exchange import (
     destinations,
     first_owners,
+    levels_of,
     owners_of,
     received_ids,
     require_equal_tokens,
@@ -23,8 +28,8 @@ from moe_core.parallel.exchange import (
     token_ids,
     token_rows,
 )
-from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.placement import Placement, PlacementTables
+from moe_core.parallel.spec import ExchangeSpec, ranks_of_host
 
 
 class Arrivals(NamedTuple):
@@ -189,9 +194,91 @@ class Routes:
         return buffer
 
     def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
-        """Owners' gradients of weights at home, fp32 `[T, K]`, 0 without a row."""
-        rows = self.homes[home].back
-        came = self.pull(home, [values.reshape(-1, 1) for values in results])
-        returned = np.zeros(rows.shape, came.dtype)
-        returned[rows >= 0] = came[rows[rows >= 0], 0]
-        return returned
+        return weights_at_home(self, home, results)
+
+
+def weights_at_home(routes: Any, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
+    """Owners' gradients of weights at home, fp32 `[T, K]`, 0 without a row."""
+    rows = routes.homes[home].back
+    came = routes.pull(home, [values.reshape(-1, 1) for values in results])
+    returned = np.zeros(rows.shape, came.dtype)
+    returned[rows >= 0] = came[rows[rows >= 0], 0]
+    return returned
+
+
+def host_tables(placement: Placement, spec: ExchangeSpec, rank: int) -> PlacementTables:
+    """Tables of a rank's slots, which prefer replicas on its host."""
+    return placement.tables_of_host(rank // ranks_of_host(spec, placement.num_ranks), spec.hosts)
+
+
+def make_host_routes(places: Sequence[np.ndarray], placement: Placement, spec: ExchangeSpec) -> HostRoutes:
+    """Make the routes of all ranks from places int32 `[T, K]` of each. Raises InvalidInput."""
+    each, (between, inside) = ranks_of_host(spec, placement.num_ranks), levels_of(placement, spec.hosts)
+    rails = [make_routes(places[local::each], between, ExchangeSpec()) for local in range(each)]
+    hosts = [make_routes([rail.ids[host] for rail in rails], inside, ExchangeSpec()) for host in range(spec.hosts)]
+    return HostRoutes(tuple(rails), tuple(hosts))
+
+
+@dataclass(frozen=True, eq=False)
+class HostRoutes:
+    """rails: between hosts, of ranks with one number on theirs. hosts: inside each."""
+
+    rails: tuple[Routes, ...]
+    hosts: tuple[Routes, ...]
+
+    @functools.cached_property
+    def homes(self) -> tuple[Home, ...]:
+        return tuple(rail.homes[host] for host in range(len(self.hosts)) for rail in self.rails)
+
+    @functools.cached_property
+    def order(self) -> tuple[np.ndarray, ...]:
+        """The arrived rows of each owner in the order of homes, as in one exchange."""
+        each, orders = len(self.rails), []
+        for owner in range(len(self.homes)):
+            host, local = divmod(owner, each)
+            homes = [rail.sources[host][:, None] * float(each) + number for number, rail in enumerate(self.rails)]
+            orders.append(np.argsort(self.hosts[host].push(local, homes)[:, 0], kind="stable"))
+        return tuple(orders)
+
+    @functools.cached_property
+    def ids(self) -> tuple[np.ndarray, ...]:
+        of_hosts = [ids for routes in self.hosts for ids in routes.ids]
+        return tuple(ids[order] for ids, order in zip(of_hosts, self.order, strict=True))
+
+    @property
+    def lost(self) -> tuple[np.ndarray, ...]:
+        return tuple(home.lost for home in self.homes)
+
+    @property
+    def overflow(self) -> np.ndarray:
+        return np.zeros(1, np.int32)
+
+    def push(self, owner: int, values: Sequence[np.ndarray]) -> np.ndarray:
+        host, local = divmod(owner, len(self.rails))
+        passed = [rail.push(host, values[number :: len(self.rails)]) for number, rail in enumerate(self.rails)]
+        return self.hosts[host].push(local, passed)[self.order[owner]]
+
+    def push_weights(self, owner: int, weights: Sequence[np.ndarray]) -> np.ndarray:
+        return self.push(owner, weights)
+
+    def pull(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
+        host, local = divmod(home, len(self.rails))
+        rail, arrived = self.rails[local], [self._as_arrived(owner, values) for owner, values in enumerate(results)]
+        passed = []
+        for gateway, routes in enumerate(self.hosts):
+            first, back = gateway * len(self.rails), routes.homes[local].back.reshape(-1)
+            came = routes.pull(local, arrived[first : first + len(self.rails)])
+            rows = np.full((back.size, came.shape[1]), np.nan, came.dtype)
+            rows[back >= 0] = came[back[back >= 0]]
+            passed.append(rows)
+        return rail.pull(host, passed)
+
+    def _as_arrived(self, owner: int, values: np.ndarray) -> np.ndarray:
+        """Rows of slots `[R * K, N]` in the order in which tokens arrived."""
+        rows = np.empty_like(values)
+        grouped, order = values.reshape(*self.ids[owner].shape, values.shape[1]), self.order[owner]
+        rows.reshape(grouped.shape)[order] = grouped
+        return rows
+
+    def pull_weights(self, home: int, results: Sequence[np.ndarray]) -> np.ndarray:
+        return weights_at_home(self, home, results)

@@ -29,6 +29,8 @@ class ExchangeSpec:
         format: quantises rows of tokens before they travel. None: not.
         chunks: parts of the tokens, so that one travels while another is computed; see `choose_chunks`. Without
             gradients.
+        hosts: of consecutive ranks. A token then crosses to a host once, and a rank there passes it on; results come
+            home as rows of slots on the same way. Needs `all_to_all` of tokens without a bound. 1: one level.
 
     Raises:
         InvalidInput: options that contradict each other.
@@ -40,6 +42,7 @@ class ExchangeSpec:
     on_overflow: str = "error"
     format: Format | None = None
     chunks: int = 1
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -47,14 +50,31 @@ class ExchangeSpec:
         require_choice("on_overflow", self.on_overflow, ("error", "nan", "drop"))
         require_kind("format", self.format, Format, optional=True)
         set_integer(self, "chunks", 1, _MOST_CHUNKS)
+        set_integer(self, "hosts", 1, INT32_LIMIT)
         if self.receive is not None:
             set_integer(self, "receive", 0, INT32_LIMIT)
+        plain = ("all_to_all", "tokens", None, None, 1)
+        if self.hosts > 1 and (self.mode, self.rows, self.receive, self.format, self.chunks) != plain:
+            raise InvalidInput(
+                f"hosts must be 1 unless mode='all_to_all' moves tokens without receive, format and chunks, got "
+                f"{self.hosts} with mode={self.mode!r}, rows={self.rows!r}, receive={self.receive}, "
+                f"format={self.format}, chunks={self.chunks}; pass hosts=1 or leave these out"
+            )
         if self.rows == "slots" and self.mode == "all_gather":
             raise InvalidInput("rows must be 'tokens' with mode='all_gather', got 'slots'; leave it out")
         if self.receive is not None and self.mode == "all_gather":
             raise InvalidInput(
                 f"receive must be None with mode='all_gather', which takes all tokens, got {self.receive}; leave it out"
             )
+
+
+def ranks_of_host(spec: ExchangeSpec, num_ranks: int) -> int:
+    """Return the ranks of each host. Raises InvalidInput unless hosts have equally many."""
+    if num_ranks % spec.hosts:
+        raise InvalidInput(
+            f"hosts must divide the {num_ranks} ranks, got {spec.hosts}; start equally many on each host"
+        )
+    return num_ranks // spec.hosts
 
 
 def refuse_chunks(spec: ExchangeSpec) -> None:

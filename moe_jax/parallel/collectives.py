@@ -11,14 +11,17 @@ import jax.numpy as jnp
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.parallel.exchange import Splits, take
 
+#: A mesh axis, or the axes of hosts and of the ranks of each.
+AxisName = str | tuple[str, str]
+
 
 class _Rows(NamedTuple):
     count: int
     unused: float
-    axis_name: str
+    axis_name: AxisName
 
 
-def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: str) -> jax.Array:
+def ragged_all_to_all(rows: jax.Array, splits: Splits, count: int, unused: float, axis_name: AxisName) -> jax.Array:
     """Rows `[count, N]` from the peers by splits, sent from rows `[S, N]`. On CPUs every rank gathers all rows."""
     static = _Rows(count, unused, axis_name)
     gathered, exchanged = (functools.partial(one, static=static) for one in (_gathered, _exchanged))
@@ -43,7 +46,7 @@ def _gathered(rows: jax.Array, splits: Splits, static: _Rows) -> jax.Array:
     return take(jax.lax.all_gather(rows, static.axis_name, tiled=True), rows_read, static.unused)
 
 
-def varying_over(array: jax.Array, axis_name: str) -> jax.Array:
-    if axis_name in jax.typeof(array).manual_axis_type.varying:
-        return array
-    return jax.lax.pcast(array, (axis_name,), to="varying")
+def varying_over(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    missing = tuple(name for name in names if name not in jax.typeof(array).manual_axis_type.varying)
+    return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moe_core.parallel.exchange import levels_of as levels_of
 from moe_core.parallel.placement import Placement
 from moe_jax.ops import RaggedLayout
 
@@ -20,9 +21,18 @@ class Places(NamedTuple):
 
 
 def physical_ids(
-    ids: jax.Array, placement: Placement, *, first_token: jax.Array | int = 0, token_mask: jax.Array | None = None
+    ids: jax.Array,
+    placement: Placement,
+    *,
+    first_token: jax.Array | int = 0,
+    token_mask: jax.Array | None = None,
+    host: tuple[jax.Array, int] | None = None,
 ) -> Places:
+    """host: this one, and how many there are. Its replicas are preferred."""
     _, places, start = (jnp.asarray(table) for table in placement.tables)
+    if host is not None and placement.has_replicas:
+        of_hosts = [placement.tables_of_host(number, host[1])[1:] for number in range(host[1])]
+        places, start = (jnp.stack(tables)[host[0]] for tables in zip(*of_hosts, strict=True))
     known = ids if token_mask is None else jnp.where(token_mask[:, None], ids, -1)
     invalid = (known < -1) | (known >= placement.num_experts)
     valid = ~invalid & (known >= 0)

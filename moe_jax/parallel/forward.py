@@ -20,7 +20,7 @@ from moe_jax.autodiff.function import varying_alike
 from moe_jax.autodiff.moe import plain_top_k
 from moe_jax.bridge.calls import Array, OpCall, int32_ids, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
-from moe_jax.parallel.collectives import varying_over
+from moe_jax.parallel.collectives import AxisName, varying_over
 from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
 from moe_jax.parallel.routes import Routes, Sizes, make_routes
@@ -36,7 +36,7 @@ def moe(
     routing: RouterWeights | RouterLogits | TopK,
     spec: MoESpec,
     *,
-    axis_name: str = "ep",
+    axis_name: AxisName = "ep",
     placement: Placement,
     exchange: ExchangeSpec = PLAIN_EXCHANGE,
     token_mask: Array | None = None,
@@ -52,7 +52,8 @@ def moe(
         experts: of this rank, `[L, ...]`, in the order of `placement.owners[rank]`. Empty places are not read.
         routing: over all E experts, of this rank's tokens.
         spec: as for `moe_jax.moe`.
-        axis_name: the mesh axis of the ranks, manual in the `shard_map`.
+        axis_name: the mesh axis of the ranks, manual in the `shard_map`. Two axes, such as `("host", "local")`, are
+            hosts and the ranks of each: a token then crosses to a host once.
         placement: the experts of each rank.
         exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` hold the most rows there can be, or
             `receive`. `all_gather` sends every token to every rank.
@@ -71,12 +72,12 @@ def moe(
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
-    return run(x, experts, routing, spec, Group(axis_name, placement, exchange, tensor_axis), token_mask)
+    return run(x, experts, routing, spec, group_of(axis_name, placement, exchange, tensor_axis), token_mask)
 
 
 @dataclass(frozen=True)
 class Group:
-    axis_name: str
+    axis_name: AxisName
     placement: Placement
     exchange: ExchangeSpec
     tensor_axis: str | None = None
@@ -90,6 +91,35 @@ class Group:
     def owner(self, spec: MoESpec, slots: int) -> MoESpec:
         plain = dataclasses.replace(spec, router=None, out_dtype=None, shared_activation=None)
         return self.whole(plain, slots)
+
+
+def group_of(
+    axis_name: AxisName, placement: Placement, exchange: ExchangeSpec, tensor_axis: str | None = None
+) -> Group:
+    """The group of a mesh axis, or of hosts and their ranks."""
+    two = isinstance(axis_name, (tuple, list))
+    names = tuple(axis_name) if two else (axis_name,)
+    if len(names) != 1 + two or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"axis_name must be a mesh axis or two, got {axis_name!r}; pass 'ep' or ('host', 'local')")
+    hosts = _size_of(names[0]) if two else 1
+    if exchange.hosts not in (1, hosts):
+        raise InvalidInput(
+            f"exchange.hosts must be those of axis_name, got {exchange.hosts} with {axis_name!r}; leave it out"
+        )
+    if hosts > 1 and tensor_axis is not None:
+        raise Unsupported(f"tensor_axis must be None beside hosts, got {tensor_axis!r}; pass one axis_name")
+    axis: Any = names if hosts > 1 else axis_name
+    return Group(axis, placement, dataclasses.replace(exchange, hosts=hosts), tensor_axis)
+
+
+def _size_of(axis_name: AxisName) -> int:
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise InvalidInput(
+            f"axis_name must be a mesh axis that is manual here, got {axis_name!r}; call this inside jax.shard_map "
+            "over that axis, with the local tokens and the local experts"
+        ) from error
 
 
 def run(
@@ -161,9 +191,10 @@ class Sent(NamedTuple):
 
 def sent_out(group: Group, brought: Brought, tokens: int) -> Sent:
     axis_name, placement = group.axis_name, group.placement
-    places, invalid_ids = arithmetic.physical_ids(
-        brought.ids, placement, first_token=jax.lax.axis_index(axis_name) * tokens, token_mask=brought.token_mask
-    )
+    first, hosts = jax.lax.axis_index(axis_name) * tokens, group.exchange.hosts
+    host = (jax.lax.axis_index(axis_name[0]), hosts) if hosts > 1 else None
+    options: Any = {"first_token": first, "token_mask": brought.token_mask, "host": host}
+    places, invalid_ids = arithmetic.physical_ids(brought.ids, placement, **options)
     sizes = Sizes(axis_name, placement, group.exchange, tokens, brought.ids.shape[1])
     routes = make_routes(sizes, varying_over(places, axis_name), jax.lax.stop_gradient(brought.weights))
     rows, weights = dispatch(sizes, routes, brought.x, brought.wide, brought.weights)
@@ -201,13 +232,7 @@ def route_of(
 def require_ranks(group: Group, spec: MoESpec | None = None) -> None:
     """Raise InvalidInput unless the axis is manual with the placement's ranks, Unsupported for other exchanges."""
     axis_name, placement, exchange = group.axis_name, group.placement, group.exchange
-    try:
-        size = jax.lax.axis_size(axis_name)
-    except NameError as error:
-        raise InvalidInput(
-            f"axis_name must be a mesh axis that is manual here, got {axis_name!r}; call this inside jax.shard_map "
-            "over that axis, with the local tokens and the local experts"
-        ) from error
+    size = _size_of(axis_name)
     if size != placement.num_ranks:
         raise InvalidInput(
             f"placement must be of the {size} ranks of the axis {axis_name!r}, got {placement}; make it for {size}"

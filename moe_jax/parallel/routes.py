@@ -19,7 +19,7 @@ from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.ops import RaggedLayout
 from moe_jax.parallel import exchange
-from moe_jax.parallel.collectives import ragged_all_to_all
+from moe_jax.parallel.collectives import AxisName, ragged_all_to_all
 from moe_jax.parallel.exchange import Splits, take
 
 #: The value of rows without a source. Tests put NaN here.
@@ -28,9 +28,10 @@ UNUSED = 0.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Static sizes of an exchange. tokens: T, of each rank."""
+    """Static sizes of an exchange. axis_name: of hosts and the ranks of each, if spec has hosts. tokens: T, of each
+    rank."""
 
-    axis_name: str
+    axis_name: AxisName
     placement: Placement
     spec: ExchangeSpec
     tokens: int
@@ -44,6 +45,13 @@ class Sizes:
     def is_exact(self) -> bool:
         """True if ranks exchange counts. Otherwise blocks have one size."""
         return self.spec.mode == "all_to_all"
+
+    @functools.cached_property
+    def levels(self) -> tuple[Sizes, Sizes]:
+        """Between hosts, and inside each, where a gateway has the tokens of a rank on every host."""
+        between, inside = exchange.levels_of(self.placement, self.spec.hosts)
+        outer = Sizes(self.axis_name[0], between, ExchangeSpec(), self.tokens, self.top_k)
+        return outer, Sizes(self.axis_name[1], inside, ExchangeSpec(), outer.out, self.top_k)
 
     @property
     def nearest(self) -> int:
@@ -96,10 +104,23 @@ class Routes(NamedTuple):
     row_of_slot: jax.Array
     lost: jax.Array
     overflow: jax.Array
+    inside: Inside | None = None
+
+
+class Inside(NamedTuple):
+    """Routes from a gateway to owners. passed int32 `[S]`: the row at this gateway of each result that it sends home,
+    -1: none. as_sent int32 `[R]`: an owner's rows in the order in which they arrived."""
+
+    routes: Routes
+    passed: jax.Array
+    as_sent: jax.Array
 
 
 def push(sizes: Sizes, routes: Routes, values: jax.Array) -> jax.Array:
     """Rows of tokens at home `[T, N]` to rows of slots at their owners `[R, N]`."""
+    if routes.inside is not None:
+        outer, inner = sizes.levels
+        return push(inner, routes.inside.routes, push(outer, routes._replace(inside=None), values))
     send, slots = routes.send, routes.slots
     came = _go_out(sizes, routes.out, values if send is None else take(values, _tokens(sizes, send), UNUSED))
     return came if slots is None else take(came, _tokens(sizes, slots), UNUSED)
@@ -107,6 +128,10 @@ def push(sizes: Sizes, routes: Routes, values: jax.Array) -> jax.Array:
 
 def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
     """Rows of slots at their owners `[R, N]` to rows of slots at home, in the layout `sizes.at_home`."""
+    if routes.inside is not None:
+        (outer, inner), (inside, passed, as_sent) = sizes.levels, routes.inside
+        came = take(pull(inner, inside, take(rows, as_sent, UNUSED)), passed, UNUSED)
+        return pull(outer, routes._replace(inside=None), came)
     if routes.home is None:
         return jax.lax.all_to_all(rows, sizes.axis_name, 0, 0, tiled=True)
     return ragged_all_to_all(rows, routes.home, sizes.at_home.num_slots, UNUSED, sizes.axis_name)
@@ -123,7 +148,7 @@ def make_routes(sizes: Sizes, places: jax.Array, weights: jax.Array) -> Routes:
     if sizes.is_exact:
         owners = jnp.where(exchange.nearest_slots(owners, sizes.nearest), owners, -1)
     kept = jnp.where(owners < 0, -1, places)
-    of_rows = _of_slots if sizes.spec.rows == "slots" else _of_tokens
+    of_rows = _of_slots if sizes.spec.rows == "slots" else _of_tokens if sizes.spec.hosts == 1 else _over_hosts
     routes = of_rows(sizes, kept, owners, weights)
     row_of_slot = routes.row_of_slot
     lost = (places >= 0) & (row_of_slot < 0)
@@ -195,6 +220,34 @@ def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.
         fits = (number >= 0) & (number < sizes.most_back)
         row_of_slot = jnp.where(fits, owners * sizes.back + number, -1)
     return Routes(send, slots, out, home, ids, own_weights, row_of_slot, row_of_slot, overflow)
+
+
+def _over_hosts(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
+    """Rows are tokens, which cross to a host once. Its gateway passes them on."""
+    outer, inner = sizes.levels
+    between = _of_tokens(outer, places, exchange.owners_of(places, outer.placement.per_rank), weights)
+    assert between.slots is not None and between.out is not None
+    slots, table = between.slots, inner.tokens * sizes.top_k
+    arrived = [
+        varying_alike((jnp.full(table, fill, one.dtype), jnp.where(slots < 0, table, slots), one.reshape(-1)))
+        for one, fill in ((between.ids, -1), (between.weights, 0))
+    ]
+    ids, of_rows = (fill.at[at].set(one, mode="drop").reshape(-1, sizes.top_k) for fill, at, one in arrived)
+    inside = _of_tokens(inner, ids, exchange.owners_of(ids, inner.placement.per_rank), of_rows)
+    assert inside.slots is not None
+    # An owner's sums need rows by home, and they arrive by gateway.
+    row, received = jnp.arange(inner.tokens, dtype=jnp.int32), jnp.cumsum(between.out.received)
+    host = (row[:, None] >= received).sum(axis=1, dtype=jnp.int32)
+    homes = host * inner.num_ranks + jax.lax.axis_index(inner.axis_name)
+    homes = push(inner, inside, homes[:, None].astype(jnp.float32))[:, 0]
+    order = jnp.argsort(jnp.where(inside.ids[:, 0] < 0, sizes.num_ranks, homes), stable=True).astype(jnp.int32)
+    onward = Inside(
+        inside._replace(slots=inside.slots[order]),
+        take(inside.row_of_slot.reshape(-1), slots, -1),
+        jnp.argsort(order).astype(jnp.int32),
+    )
+    sent = {"slots": None, "ids": inside.ids[order], "weights": inside.weights[order], "inside": onward}
+    return between._replace(**sent)
 
 
 def _rows_of_slots(sizes: Sizes, valid: jax.Array) -> jax.Array:

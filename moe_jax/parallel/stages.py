@@ -17,8 +17,8 @@ from moe_core.parallel import ExchangeSpec, Placement, plan_exchange
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK
 from moe_jax.bridge.calls import Array, require_type
-from moe_jax.parallel.collectives import varying_over
-from moe_jax.parallel.forward import PLAIN_EXCHANGE, Group, require_ranks, require_x, route_of, sent_out
+from moe_jax.parallel.collectives import AxisName, varying_over
+from moe_jax.parallel.forward import PLAIN_EXCHANGE, Group, group_of, require_ranks, require_x, route_of, sent_out
 from moe_jax.parallel.function import combine as combined
 from moe_jax.parallel.function import used
 from moe_jax.parallel.routes import Routes, Sizes
@@ -53,7 +53,7 @@ def dispatch(
     ids: Array,
     weights: Array,
     *,
-    axis_name: str = "ep",
+    axis_name: AxisName = "ep",
     placement: Placement,
     exchange: ExchangeSpec = PLAIN_EXCHANGE,
     token_mask: Array | None = None,
@@ -68,7 +68,7 @@ def dispatch(
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, with the same T on all.
         ids: integers `[T, K]`, experts of all E, -1 for none.
         weights: `[T, K]`.
-        axis_name: the mesh axis of the ranks, manual in the `shard_map`.
+        axis_name: as for `moe`.
         placement: the experts of each rank.
         exchange: how rows travel.
         token_mask: bool `[T]`, False for padding.
@@ -83,7 +83,7 @@ def dispatch(
         raise Unsupported(
             f"placement must have no replicas in dispatch, got {placement}; call moe, which refuses gradients"
         )
-    group, x = Group(axis_name, placement, exchange), require_x(x)
+    group, x = group_of(axis_name, placement, exchange), require_x(x)
     require_ranks(group)
     mask = None if token_mask is None else jnp.asarray(token_mask)
     x = varying_over(x, axis_name)

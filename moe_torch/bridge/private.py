@@ -81,10 +81,6 @@ def plain_tensor(tensor: Any) -> bool:
     return type(tensor) in PLAIN_CLASSES and keys_of(tensor).raw_repr() in PLAIN_TENSORS
 
 
-def _never_plain() -> bool:
-    return False
-
-
 def _looks_plain(tensor: Any) -> bool:
     if type(tensor) not in PLAIN_CLASSES or tensor.is_nested or tensor.layout != torch.strided:
         return False
@@ -99,7 +95,7 @@ def _looks_plain(tensor: Any) -> bool:
 if not PLAIN_TENSORS or keys_of is None:
     plain_tensor = _looks_plain
 if plain_tensor is _looks_plain or None in (_active_keys, _function_modes, _profiling, _level):
-    plain_thread = _never_plain
+    plain_thread = bool  # never
 
 
 def in_forward_mode() -> bool:
@@ -328,6 +324,11 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
+def flat_mesh(mesh: Any) -> Any:
+    """A DeviceMesh of several axes as one axis, major first; the same for all calls."""
+    return mesh._flatten("_".join(mesh.mesh_dim_names))
+
+
 #: Makes tensors of a subclass that holds other tensors.
 wrapper_subclass = _named("Tensor._make_wrapper_subclass")
 to_copy = _named("ops.aten._to_copy.default")
@@ -359,15 +360,12 @@ SUBCLASSES_OF_DTENSOR = tuple(map(int, torch.__version__.split(".")[:2])) >= (2,
 def dtensor_like(kind: type[torch.Tensor], tensor: Any, local: torch.Tensor | None = None) -> Any:
     """A DTensor of a class, sharded as `tensor`. local: its part, None: that of `tensor`."""
     like, part = tensor, tensor._local_tensor if local is None else local
-    if local is not None and (local.shape, local.dtype, local.stride()) != _kind_of(tensor._local_tensor):
+    kinds = {(one.shape, one.dtype, one.stride()) for one in (part, tensor._local_tensor)}
+    if len(kinds) > 1:
         sizes: Any = {"shape": tensor.shape, "stride": torch.empty(tensor.shape, device="meta").stride()}
         base: Any = importlib.import_module("torch.distributed.tensor").DTensor
         like = base.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
     return cast(Any, kind)(part, like._spec, requires_grad=False)
-
-
-def _kind_of(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 _pytree = _named("utils._pytree")

@@ -190,7 +190,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     exchange, split = LayerExchange(parallel, placement, warns=parallel.gradient_divisor > 1), parallel.split
     matrices = {name: one.spec for name, one in experts.named_children()}
     require_splittable(spec.d_ff, matrices, split)
-    mesh = parallel.mesh if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
+    mesh = parallel.axis if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
     gated = spec.experts.activation.gated
     layouts = layer.storage.weight_layout, layer.storage.gate_layout if gated else None
     held = torch.tensor(exchange.held(), dtype=torch.long)
@@ -206,7 +206,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
             places.append(Shard(array.dim() + part.cut.axis) if part.cut else Replicate())
         if owners == linear.owners and not (part and part.cut and part.cut.parts > 1):
             return _sharded(local, mesh, places, array.shape)
-        return PlacedTensor(local, (parallel.mesh, ranks.rank, placement), part)
+        return PlacedTensor(local, (parallel.axis, ranks.rank, placement), part)
 
     for path, module in experts.named_modules():
         for name, array in list(module.named_parameters(recurse=False)):

@@ -240,7 +240,7 @@ class _Shares:
             wider = local.new_empty((placement.per_rank, *local.shape[1:]))
             wider[: len(local)] = local
             local = wider
-        placed = PlacedTensor(local, (self.exchange.parallel.mesh, self._ranks.rank, placement))
+        placed = PlacedTensor(local, (self.exchange.parallel.axis, self._ranks.rank, placement))
         if not isinstance(array, torch.nn.Parameter):
             return placed
         return torch.nn.Parameter(placed, requires_grad=array.requires_grad)

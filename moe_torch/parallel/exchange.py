@@ -28,14 +28,17 @@ def _constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple
         return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
 
 
-def placement_tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """places and start of `PlacementTables`, on a device."""
-    return constants(_rows_of(placement), device)
+def placement_tables(
+    placement: Placement, device: torch.device, host: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """places and start of `PlacementTables`, on a device. host: of `tables_of_host`."""
+    return constants(_rows_of(placement, host), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _rows_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table.tolist()) for table in placement.tables[1:])
+def _rows_of(placement: Placement, host: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
+    tables = placement.tables if host is None else placement.tables_of_host(*host)
+    return tuple(tuple(table.tolist()) for table in tables[1:])
 
 
 def header_on_device(header: Header, layer: int, number: int, device: torch.device) -> torch.Tensor:

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from moe_core.base.arrays import require_spec, row_stride
-from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.operands import experts_digest, require_given, require_scores
-from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
-from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
+from moe_core.parallel.spec import refuse_chunks
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
@@ -36,108 +34,17 @@ from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import routed
+from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
-from moe_torch.parallel.group import Ranks, ranks_of
+from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
 from moe_torch.parallel.peer.chunks import run_peer
-from moe_torch.parallel.peer.interface import require_peer_format
-from moe_torch.parallel.rollcall import register
 from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import plan_routes, require_room, tell_failure
-from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of, require_apart
-
-
-@dataclass(frozen=True)
-class ExpertParallel:
-    """The ranks that share the experts, and how rows travel between them.
-
-    Args:
-        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group.
-        exchange: how rows travel.
-        max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call
-            allocates for them.
-        tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows
-            of down. Results are sums over it, so the bits are not one device's. None: experts are whole.
-        timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
-        tensor_tokens: `split`: ranks of tensor have their own tokens, equally many, as with sequence parallelism.
-            `replicated`: they have the same tokens, and all get the results.
-        gradients: of experts. `sum`: over all ranks' tokens. `mean`: divided by their number of ranks, for other
-            gradients that are averaged over ranks, as FSDP and DistributedDataParallel do.
-
-    Raises:
-        InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
-        Unsupported: a format and chunks with other modes.
-    """
-
-    mesh: Any
-    exchange: ExchangeSpec = dataclasses.field(default_factory=ExchangeSpec)
-    max_tokens: int | None = None
-    tensor: Any = None
-    timeout: float | None = None
-    tensor_tokens: str = "split"
-    gradients: str = "sum"
-
-    def __post_init__(self) -> None:
-        require_instance("exchange", self.exchange, ExchangeSpec)
-        register(ranks_of(self.mesh, None, "").group)
-        if self.max_tokens is not None:
-            set_integer(self, "max_tokens", 1)
-        if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:
-            raise InvalidInput(f"timeout must be above 0 seconds, got {self.timeout}; leave it out for the group's")
-        require_choice("tensor_tokens", self.tensor_tokens, TOKENS)
-        require_choice("gradients", self.gradients, ("sum", "mean"))
-        if self.tensor is not None:
-            require_apart(ranks_of(self.mesh, None, ""), ranks_of(self.tensor, None, "", "tensor", "tp"))
-        elif self.tensor_tokens != "split":
-            raise InvalidInput(f"tensor_tokens must be left out without tensor, got {self.tensor_tokens!r}; drop it")
-        exchange, peer = self.exchange, self.exchange.mode == "peer"
-        if peer and self.max_tokens is None:
-            raise InvalidInput(
-                "max_tokens must be given with mode 'peer', whose memory is made for it, got None; pass the most that "
-                "a rank has in one call"
-            )
-        if peer:
-            require_peer_format(exchange.format)
-        for name, instead in (("format", None), ("chunks", 1)):
-            if not peer and getattr(exchange, name) != instead:
-                raise Unsupported(
-                    f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel with mode "
-                    f"{exchange.mode!r}; pass {instead!r}, or mode 'peer'"
-                )
-
-    @property
-    def gradient_divisor(self) -> int:
-        """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
-
-        It is W, times the ranks of tensor with `split` tokens, and 1 with gradients="mean".
-        """
-        return self.token_ranks if self.gradients == "sum" else 1
-
-    @property
-    def token_ranks(self) -> int:
-        """Number of ranks with different tokens."""
-        return self.ranks().size * self.split.token_ranks
-
-    @property
-    def split(self) -> TensorSplit:
-        """This rank on the tensor axis."""
-        if self.tensor is None:
-            return WHOLE
-        ranks = ranks_of(self.tensor, None, "")
-        return TensorSplit(ranks.size, ranks.rank, self.tensor_tokens)
-
-    def tensor_ranks(self, where: str = "") -> TensorRanks | None:
-        """The ranks that split each expert, or None. where: as in `ranks`."""
-        if self.split.size == 1:
-            return None
-        where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
-        return TensorRanks(ranks_of(self.tensor, self.timeout, where), self.split)
-
-    def ranks(self, where: str = "") -> Ranks:
-        """The group, for messages. where: text for errors."""
-        return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
+from moe_torch.parallel.routes import require_room, tell_failure
+from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of
 
 
 @graph_break
@@ -228,7 +135,8 @@ class Exchange:
         self, parallel: ExpertParallel, placement: Placement, ranks: Ranks, moving: MovingPlacement | None, calls: Calls
     ) -> None:
         self.parallel, self.placement, self.ranks, self.moving, self.calls = parallel, placement, ranks, moving, calls
-        self.tensor = parallel.tensor_ranks((calls.layer and f"layer {calls.layer}") or "")
+        where = f"layer {calls.layer}" if calls.layer else ""
+        self.tensor, self.levels = parallel.tensor_ranks(where), parallel.levels(where)
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
         placement = self.placement
@@ -255,7 +163,7 @@ class Exchange:
                 self.moving.require_usable(asked)
             plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
-            call = ExchangeCall(self.ranks, plan, self.moving, self.calls.layer, self.calls.number)
+            call = ExchangeCall(self.ranks, plan, self.moving, self.calls.layer, self.calls.number, self.levels)
             if tensor is not None:
                 brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)

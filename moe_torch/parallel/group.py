@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.private import flat_mesh
 from moe_torch.parallel.rollcall import roll_call
 
 #: Waits for a message, and returns it.
@@ -123,6 +124,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", axis: str = "ep") -> Ranks:
     """Return the ranks of a DeviceMesh of one axis or a process group. name, axis: the argument and its usual axis."""
+    mesh = mesh if levels_of(mesh) is None or name != "mesh" else flat_mesh(mesh)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise InvalidInput(
@@ -134,6 +136,16 @@ def ranks_of(mesh: Any, timeout: float | None, where: str, name: str = "mesh", a
     _require_member(mesh is not dist.GroupMember.NON_GROUP_MEMBER, name, "a group of others")
     require_instance(name, mesh, dist.ProcessGroup)
     return Ranks(mesh, timeout, where)
+
+
+def levels_of(mesh: Any) -> tuple[Any, Any] | None:
+    """The axes of hosts and of the ranks of a host, of a DeviceMesh of two axes. None: of one, or a group."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        return None
+    hosts, local = mesh.mesh_dim_names or (None, None)
+    if hosts is None or local is None:
+        raise InvalidInput(f"mesh must name its axes, got {mesh}; pass mesh_dim_names=('host', 'local')")
+    return mesh[hosts], mesh[local]
 
 
 def _require_member(is_one: bool, name: str, mesh: Any) -> None:

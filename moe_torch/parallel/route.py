@@ -16,13 +16,14 @@ from moe_torch.parallel.moving import MovingPlacement
 
 class ExchangeCall(NamedTuple):
     """What every step of a call needs. moving: the placement at the time of a replay, if it may change. layer, number:
-    see `Header.of_call`."""
+    see `Header.of_call`. levels: ranks between hosts, and inside this one. None: one level."""
 
     ranks: Ranks
     plan: ExchangePlan
     moving: MovingPlacement | None = None
     layer: int = 0
     number: int = 0
+    levels: tuple[Ranks, Ranks] | None = None
 
     def header(self, device: torch.device, plain: Header | None = None) -> torch.Tensor:
         """int32 `[8]` on the device, of the plan or a plain one with the call."""

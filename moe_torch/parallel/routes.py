@@ -110,16 +110,6 @@ def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.
     return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, each=each)
 
 
-def plan_routes(
-    call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None = None
-) -> Counted | Blocks:
-    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
-
-    token_mask bool `[T]`: False tokens have no slots. Raises InvalidInput, Unsupported.
-    """
-    return (Counted if call.plan.spec.mode == "all_to_all" else Blocks)(call, ids, weights, token_mask)
-
-
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:
     """Send the first messages. Returns all ranks' tokens int32 `[W]` if replicas need them."""
     if device.type == "cpu":
@@ -136,7 +126,7 @@ def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
     """Send a header of zeros, so that no peer waits for a failed rank."""
     counts = 0
-    if device.type != "cpu":
+    if device.type != "cpu" and spec.hosts == 1:
         # Others send these with it.
         counts = counts_sent(spec, placement)
         if placement.has_replicas:

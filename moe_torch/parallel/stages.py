@@ -23,9 +23,10 @@ from moe_torch.parallel.forward import ExpertParallel, asks_gradients, plan_of, 
 from moe_torch.parallel.function import combine as combined
 from moe_torch.parallel.function import dispatch as dispatched
 from moe_torch.parallel.function import uses_of
+from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.owner import owner_spec
 from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import plan_routes, require_room
+from moe_torch.parallel.routes import require_room
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def dispatch(
         _check(x, ids, weights, parallel)
         ids, weights = as_int32(ids), as_float32(weights)
         plan = plan_of(parallel, placement, x, ids.shape[1], training=asks_gradients((x, weights)))
-        call = ExchangeCall(parallel.ranks(f"micro-batch {number}" if number else ""), plan, None, 0, number)
+        where = f"micro-batch {number}" if number else ""
+        call = ExchangeCall(parallel.ranks(where), plan, None, 0, number, parallel.levels(where))
         if placement.num_ranks != call.ranks.size:
             raise InvalidInput(
                 f"placement must be of the {call.ranks.size} ranks of the mesh, got {placement}; make it for them"

@@ -87,6 +87,27 @@ def test_every_bit_is_that_of_one_device(load: str) -> None:
         compare(problem, way, f"{load}, {placement}, {way}, {dtype}, tokens {tokens}, K {top_k}")
 
 
+@pytest.mark.parametrize("load", LOADS)
+def test_hosts_give_every_bit_of_one_device(load: str) -> None:
+    """Two hosts of two ranks or three, and hosts of one: a token crosses to a host once, whatever its experts."""
+    for seed, (ranks, hosts) in enumerate(((4, 2), (6, 2), (6, 3), (4, 4), (2, 2)), 50 * LOADS.index(load)):
+        random, kind = np.random.default_rng(seed), ("linear", "round_robin", "balanced", "replicas")[seed % 4]
+        experts, top_k = int(random.integers(1, 12)), int(random.integers(1, 5))
+        placement, tokens = placement_of(kind, experts, ranks, seed), tuple(random.integers(0, 9, ranks).tolist())
+        top_k = min(top_k, placement.per_rank) if load == "repeated" else top_k
+        spec = dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True)) if kind == "replicas" else PLAIN
+        problem = draw_problem(seed, placement, tokens, top_k, load, ("float32", "bfloat16")[seed % 2], spec)
+        forward = compare(problem, ExchangeSpec(hosts=hosts), f"{load}, {placement}, {hosts} hosts, tokens {tokens}")
+        each = ranks // hosts
+        for rank, home in enumerate(forward.routes.homes):
+            host_of = np.where(home.places < 0, -1, home.places // each // placement.per_rank)
+            assert len(home.arrivals.owner) == sum(len(set(row[row >= 0])) for row in host_of)
+            # Replicas elsewhere are used only by hosts without any.
+            held = placement.tables.expert_of_place
+            away = held[home.places[(host_of >= 0) & (host_of != rank // each)]]
+            assert not set(held.reshape(hosts, -1)[rank // each]) & set(away)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.mode}-{way.rows}")
 def test_one_token_and_no_token_at_all(way: ExchangeSpec) -> None:
     for tokens in ((1, 1), (0, 0), *(() if way.mode in SAME_TOKENS else ((0, 1), (1, 0)))):

@@ -27,8 +27,8 @@ from moe_torch.modular.weight_and_reduce import (
 )
 from moe_torch.parallel.forward import ExpertParallel, plan_of, tell_peers
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
+from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.route import ExchangeCall, Routes
-from moe_torch.parallel.routes import plan_routes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: (hook to call while messages travel, receiver)
@@ -247,7 +247,7 @@ class AcrossRanks(InHalves):
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], Callable[[], Routes]]:
         """Begin an exchange; the returned function waits for the routes."""
-        return plan_routes(ExchangeCall(self.parallel.ranks(), plan), ids, weights).start
+        return plan_routes(ExchangeCall(self.parallel.ranks(), plan, levels=self.parallel.levels()), ids, weights).start
 
     def _check_experts(
         self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig

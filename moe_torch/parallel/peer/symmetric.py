@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import tempfile
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from moe_torch.parallel.rollcall import host_id
 _ALIGNMENT = 256
 #: Of a barrier on a GPU, if the group has no timeout.
 _BARRIER_SECONDS = 600.0
+#: Of torch's rendezvous over hosts.
+_FABRIC_SECONDS = 60.0
 
 
 class Region(NamedTuple):
@@ -154,14 +158,40 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
     return peers
 
 
+def _in_time(rendezvous: Callable[[], Any], away: Sequence[int]) -> Any:
+    """Call rendezvous. away: ranks on other hosts than rank 0, whose memory torch maps inside a fabric alone. Without
+    one it waits for ever for what cannot cross hosts. Raises RuntimeError."""
+    if not away:
+        return rendezvous()
+    results: queue.Queue[Any] = queue.Queue()
+
+    def run() -> None:
+        try:
+            results.put((rendezvous(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        handle, error = results.get(timeout=_FABRIC_SECONDS)
+    except queue.Empty:
+        raise RuntimeError(
+            f"it did not map it in {_FABRIC_SECONDS:g} s, and rank {', '.join(map(str, away))} is on another host than "
+            "rank 0, with no fabric between them"
+        ) from None
+    if error is not None:
+        raise RuntimeError(str(error)) from error
+    return handle
+
+
 def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     """Memory that torch maps into every rank, and torch's handle."""
     memory = symmetric_memory()
     told, problem = _told(ranks, (host_id(), device.index)), None
+    away = [rank for rank, (host, _) in enumerate(told) if host != told[0][0]]
     for rank, (host, index) in enumerate(told):
-        if host != told[ranks.rank][0]:
-            problem = f"rank {rank} is on another host"
-        elif index != device.index and not torch.cuda.can_device_access_peer(device, index):
+        near = host == told[ranks.rank][0] and index != device.index
+        if near and not torch.cuda.can_device_access_peer(device, index):
             problem = f"GPU {device.index} has no peer access to GPU {index} of rank {rank}"
     _require_none(ranks, problem)
     peers, handle = [], None
@@ -178,7 +208,7 @@ def _on_gpus(ranks: Ranks, size: int, device: torch.device) -> tuple[list[torch.
     _require_none(ranks, problem)
     assert local is not None
     try:
-        handle = memory.rendezvous(local, ranks.group)
+        handle = _in_time(lambda: memory.rendezvous(local, ranks.group), away)
         peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks.size)]
         assert peers[ranks.rank].data_ptr() == local.data_ptr(), "a rank's own memory is where it was allocated"
     except RuntimeError as error:

@@ -63,6 +63,19 @@ def test_every_bit_of_one_device(way: ExchangeSpec, dtype: str) -> None:
     assert program._cache_size() == 1, "no routing compiles anything again"
 
 
+@pytest.mark.parametrize("kind", ["round_robin", "linear", "replicas"])
+def test_hosts_give_every_bit_of_one_device(kind: str) -> None:
+    """Four ranks on two pretended hosts."""
+    trained = kind != "replicas"
+    spec = PLAIN if trained else dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
+    placement, dtype = placement_of(kind, 7, 4, 1), "bfloat16" if kind == "linear" else "float32"
+    for seed, load in enumerate(LOADS):
+        if load == "repeated":
+            continue
+        problem = draw_problem(seed, placement, (4,) * 4, 3, load, dtype, spec)
+        compare_with_one_device(problem, ExchangeSpec(hosts=2), f"{placement}, {load}", differentiated=trained)
+
+
 #: What stays at home or is stored in another way: routers, biases, layouts, dtypes.
 SPECS = (
     MoESpec(Activation("swiglu_oai", gate_layout="interleaved"), RouterSpec(2, renormalize=True)),

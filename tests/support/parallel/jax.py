@@ -17,7 +17,7 @@ from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, named_fields
 from moe_jax import parallel
-from moe_jax.parallel.forward import Group, run
+from moe_jax.parallel.forward import group_of, run
 from tests.support.jax import running_on, to_jax
 from tests.support.parallel.twins import Problem
 from tests.support.parallel.ways import require_one_device, require_twin
@@ -48,10 +48,18 @@ def group_step(
 ) -> Any:
     """The jitted call `(x, experts, routing, mask, d_output, shared) -> (outputs, gradients)` of all ranks."""
 
+    # Where there are hosts, ranks pretend to be on them.
+    hosts, count = exchange.hosts, placement.num_ranks
+    mesh, axis = ep_mesh(count, platform=platform), "ep"
+    if hosts > 1:
+        axis, kinds = ("host", "local"), (AxisType.Auto,) * 2
+        mesh = jax.make_mesh((hosts, count // hosts), axis, axis_types=kinds, devices=jax.devices(platform)[:count])
+    ranks = P(axis)
+
     def step(x: Any, experts: Any, routing: Any, mask: Any, d_output: Any, shared: Any) -> Any:
         def forward(x: Any, experts: Any, weights: Any, shared: Any) -> Any:
             given = dataclasses.replace(routing, **weights)
-            found = run(x, experts, given, spec, Group("ep", placement, exchange), mask, shared)
+            found = run(x, experts, given, spec, group_of(axis, placement, exchange), mask, shared)
             return found.output, found
 
         if not differentiated:
@@ -59,14 +67,14 @@ def group_step(
         output, pull, found = jax.vjp(forward, x, experts, trained(routing), shared, has_aux=True)
         return found._replace(output=output), pull(d_output.astype(output.dtype))
 
-    fields = {name: P() if name == "overflow" else RANKS for name in parallel.ParallelOutput._fields}
-    of_routing = RANKS if spec.router is None else P()
-    gradients = (RANKS, RANKS, of_routing, P()) if differentiated else ()
+    fields = {name: P() if name == "overflow" else ranks for name in parallel.ParallelOutput._fields}
+    of_routing = ranks if spec.router is None else P()
+    gradients = (ranks, ranks, of_routing, P()) if differentiated else ()
     return jax.jit(
         jax.shard_map(
             step,
-            mesh=ep_mesh(placement.num_ranks, platform=platform),
-            in_specs=(RANKS, RANKS, of_routing, RANKS, RANKS, P()),
+            mesh=mesh,
+            in_specs=(ranks, ranks, of_routing, ranks, ranks, P()),
             out_specs=(parallel.ParallelOutput(**fields), gradients),
             check_vma=check_vma,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -39,7 +40,15 @@ _SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
 
 def parallel_of(group: Any, way: ExchangeSpec, problem: Problem) -> ExpertParallel:
     """Of a call; where memory is made ahead, for more tokens than any rank has."""
-    return ExpertParallel(group, way, max(problem.tokens) + 1 if way.mode == "peer" else None)
+    mesh = group if way.hosts == 1 else mesh_of_hosts(way.hosts)
+    return ExpertParallel(mesh, way, max(problem.tokens) + 1 if way.mode == "peer" else None)
+
+
+@functools.cache
+def mesh_of_hosts(hosts: int) -> DeviceMesh:
+    """All ranks on so many hosts, as which they pretend to be."""
+    ranks = torch.arange(torch.distributed.get_world_size()).view(hosts, -1)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("host", "local"))
 
 
 def rounded_to_fp8(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,137 @@
+"""The ranks that share the experts, as users name them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.base.checks import finite_float, require_choice, set_integer
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.spec import ExchangeSpec
+from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
+from moe_torch.bridge.options import require_instance
+from moe_torch.bridge.private import flat_mesh
+from moe_torch.parallel.group import Ranks, levels_of, ranks_of
+from moe_torch.parallel.peer.interface import require_peer_format
+from moe_torch.parallel.rollcall import register
+from moe_torch.parallel.tensor import TensorRanks, require_apart
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks that share the experts, and how rows travel between them.
+
+    Args:
+        mesh: a DeviceMesh of one axis, such as `mesh["ep"]`, or a process group. A DeviceMesh of two axes, such as
+            `mesh["host", "local"]`, is hosts and the ranks of each: a token then crosses to a host once.
+        exchange: how rows travel.
+        max_tokens: the most tokens of a rank in one call. None: any number. Mode `peer` needs it: the first call
+            allocates for them.
+        tensor: a second axis, such as `mesh["tp"]`. Its ranks have slices of each expert: columns of gate and up, rows
+            of down. Results are sums over it, so the bits are not one device's. None: experts are whole.
+        timeout: seconds of a message on a CPU. None: the process group's, which always counts on a GPU.
+        tensor_tokens: `split`: ranks of tensor have their own tokens, equally many, as with sequence parallelism.
+            `replicated`: they have the same tokens, and all get the results.
+        gradients: of experts. `sum`: over all ranks' tokens. `mean`: divided by their number of ranks, for other
+            gradients that are averaged over ranks, as FSDP and DistributedDataParallel do.
+
+    Raises:
+        InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
+        Unsupported: a format and chunks with other modes.
+    """
+
+    mesh: Any
+    exchange: ExchangeSpec = dataclasses.field(default_factory=ExchangeSpec)
+    max_tokens: int | None = None
+    tensor: Any = None
+    timeout: float | None = None
+    tensor_tokens: str = "split"
+    gradients: str = "sum"
+
+    def __post_init__(self) -> None:
+        require_instance("exchange", self.exchange, ExchangeSpec)
+        levels, hosts = levels_of(self.mesh), self.exchange.hosts
+        if levels is not None:
+            object.__setattr__(self, "exchange", dataclasses.replace(self.exchange, hosts=levels[0].size()))
+            if self.tensor is not None:
+                raise Unsupported("tensor must be None with a mesh of hosts and their ranks; pass a mesh of one axis")
+        if hosts not in (1, self.exchange.hosts if levels else 1):
+            raise InvalidInput(
+                f"exchange.hosts must be those of mesh, got {hosts} with {self.mesh}; leave it out, and pass a mesh of "
+                "two axes, such as mesh['host', 'local']"
+            )
+        for axis in (self.mesh, *(levels or ())):
+            register(ranks_of(axis, None, "").group)
+        if self.max_tokens is not None:
+            set_integer(self, "max_tokens", 1)
+        if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:
+            raise InvalidInput(f"timeout must be above 0 seconds, got {self.timeout}; leave it out for the group's")
+        require_choice("tensor_tokens", self.tensor_tokens, TOKENS)
+        require_choice("gradients", self.gradients, ("sum", "mean"))
+        if self.tensor is not None:
+            require_apart(ranks_of(self.mesh, None, ""), ranks_of(self.tensor, None, "", "tensor", "tp"))
+        elif self.tensor_tokens != "split":
+            raise InvalidInput(f"tensor_tokens must be left out without tensor, got {self.tensor_tokens!r}; drop it")
+        exchange, peer = self.exchange, self.exchange.mode == "peer"
+        if peer and self.max_tokens is None:
+            raise InvalidInput(
+                "max_tokens must be given with mode 'peer', whose memory is made for it, got None; pass the most that "
+                "a rank has in one call"
+            )
+        if peer:
+            require_peer_format(exchange.format)
+        for name, instead in (("format", None), ("chunks", 1)):
+            if not peer and getattr(exchange, name) != instead:
+                raise Unsupported(
+                    f"exchange.{name} must not be {getattr(exchange, name)!r} in moe_torch.parallel with mode "
+                    f"{exchange.mode!r}; pass {instead!r}, or mode 'peer'"
+                )
+
+    @property
+    def gradient_divisor(self) -> int:
+        """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
+
+        It is W, times the ranks of tensor with `split` tokens, and 1 with gradients="mean".
+        """
+        return self.token_ranks if self.gradients == "sum" else 1
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks with different tokens."""
+        return self.ranks().size * self.split.token_ranks
+
+    @property
+    def split(self) -> TensorSplit:
+        """This rank on the tensor axis."""
+        if self.tensor is None:
+            return WHOLE
+        ranks = ranks_of(self.tensor, None, "")
+        return TensorSplit(ranks.size, ranks.rank, self.tensor_tokens)
+
+    def tensor_ranks(self, where: str = "") -> TensorRanks | None:
+        """The ranks that split each expert, or None. where: as in `ranks`."""
+        if self.split.size == 1:
+            return None
+        where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
+        return TensorRanks(ranks_of(self.tensor, self.timeout, where), self.split)
+
+    def ranks(self, where: str = "") -> Ranks:
+        """The group, for messages. where: text for errors."""
+        return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
+
+    def levels(self, where: str = "") -> tuple[Ranks, Ranks] | None:
+        """The ranks between hosts, and inside this host. None: one level."""
+        axes, where = levels_of(self.mesh), f"mode {self.exchange.mode}{where and f', {where}'}"
+        if axes is None or self.exchange.hosts == 1:
+            return None
+        between, inside = (
+            ranks_of(axis, self.timeout, f"{where}, {of} hosts")
+            for axis, of in zip(axes, ("between", "inside"), strict=True)
+        )
+        return between, inside
+
+    @property
+    def axis(self) -> Any:
+        """The mesh as one axis of all ranks."""
+        return self.mesh if levels_of(self.mesh) is None else flat_mesh(self.mesh)
