@@ -31,15 +31,20 @@ def plain_key(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return `key_of` a plain call's arguments, else None."""
     if not plain_thread():
         return None
-    grad = _grad_enabled()
-    for tensor in arguments[:-1]:
+    *tensors, options = arguments
+    grad, target, keys = _grad_enabled(), None, []
+    for tensor in tensors:  # one pass, because the host waits for it
         if tensor is None:
+            keys.append(None)
             continue
         if type(tensor) not in PLAIN_CLASSES or keys_of(tensor).raw_repr() not in PLAIN_TENSORS:
             return None
         if grad and tensor.requires_grad:
             return None
+        keys.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
     first = arguments[0]
     if first is None:
         return None
-    return key_of(arguments, None if first.is_cuda else cpu_target())
+    if not first.is_cuda:
+        target = cpu_target()
+    return (options, target, *keys)
