@@ -10,7 +10,6 @@ is written as published. Plain tensors outside of the experts are copied bit by 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -27,8 +26,8 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_flag, require_kind
 from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.convert.nvfp4 import Nvfp4
-from moe_core.checkpoint.convert.source import DenseModules, LayerSource, Matrix, count_not_finite, pieces
-from moe_core.checkpoint.convert.stream import BITS, HEADERS, Stream, TensorPlan, Unit, in_shards
+from moe_core.checkpoint.convert.source import WORK, DenseModules, LayerSource, Matrix, cast, count_not_finite, pieces
+from moe_core.checkpoint.convert.stream import BITS, HEADERS, Made, Stream, TensorPlan, Unit, in_shards
 from moe_core.checkpoint.convert.target import LOADERS as LOADERS
 from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.convert.whole import whole_units
@@ -214,32 +213,24 @@ class _Conversion:
         entry = file.entry(name)
         if entry.dtype not in BITS:
             raise InvalidInput(f"{name} must have a dtype of safetensors' list, got {entry.dtype}; cast it first")
-        plan = TensorPlan(name, entry.dtype, entry.shape)
-        cast = self._casts(name, entry.dtype)
+        # Plain files have one dtype, but for what is fp32 among others.
+        is_cast = self._target.packing is None and FLOATING.get(entry.dtype) == self._plain
+        wanted = self._target.dtype if is_cast and name not in self._float32 else None
+        plan = TensorPlan(name, entry.dtype if wanted is None else HEADERS[wanted], entry.shape)
 
-        def copy() -> Iterator[np.ndarray]:
-            count = 0
-            for piece in pieces(file, name, plan.nbytes):
-                count += count_not_finite(entry.dtype, piece)
-                yield (
-                    piece
-                    if cast is None
-                    else piece.view(dtypes.numpy_dtype(self._plain)).astype(dtypes.numpy_dtype(self._target.dtype))
-                )
-            self._note(name, count, entry.shape)
+        def made(piece: np.ndarray) -> Made:
+            part = (
+                "" if piece.nbytes == math.prod(entry.shape) * BITS[entry.dtype] // 8 else f"{piece.size} numbers of "
+            )
+            counted = self._counted(name, piece, f"{part}{list(entry.shape)}")
+            return Made([piece if wanted is None else cast(piece, wanted)], [counted])
 
-        return Unit((plan if cast is None else plan._replace(dtype=cast),), copy)
-
-    def _casts(self, name: str, dtype: str) -> str | None:
-        """The header dtype of plain files for a tensor in the source's dtype, if it is another one."""
-        wanted = HEADERS[self._target.dtype]
-        is_cast = self._target.packing is None and FLOATING.get(dtype) == self._plain != self._target.dtype
-        return wanted if is_cast and name not in self._float32 else None
+        return pieces(file, name, plan, made)
 
     def _experts(self, layer: LayerSource) -> Iterator[Unit]:
         target = self._target
         if target.packing is None or target.interleaved:
-            yield from whole_units(target, layer, self._checked, self._made)
+            yield from whole_units(target, layer, self._counted, self._compared)
             return
         for expert in range(self._checkpoint.architecture.num_experts):
             for fields in target.together:
@@ -259,69 +250,44 @@ class _Conversion:
                 self._planned[key] = [TensorPlan.like(name, array) for name, array in zeros]
             return self._planned[key]
 
-        left: list[Callable[[], None]] = []
-
-        def make() -> Iterator[np.ndarray]:
-            matrices = layer.matrices(expert, fields)
-            for field, module in modules.items():
-                left.append(self._counted(f"{module}.weight", matrices[field]))
+        def make() -> Made:
+            matrices, arrays = layer.matrices(expert, fields), []
+            settle = [self._counted(f"{module}.weight", matrices[field]) for field, module in modules.items()]
             kept = layer.nvfp4(expert, fields) if target.format == NVFP4 else None
             for field, made in target.converted(matrices, kept).items():
                 numbers = made.numbers if isinstance(made, Nvfp4) else made
-                left.append(self._compared(layer.layer, field, matrices[field], numbers))
-                for _, array in target.tensors(modules[field], made, layer.storage(field)):
-                    yield array
-
-        def settle() -> None:
-            while left:
-                left.pop(0)()
+                settle.append(self._compared(layer.layer, field, matrices[field], numbers))
+                arrays += [array for _, array in target.tensors(modules[field], made, layer.storage(field))]
+            return Made(arrays, settle)
 
         plans = [plan._replace(name=module + plan.name) for field, module in modules.items() for plan in planned(field)]
-        return Unit(tuple(plans), make, settle)
+        work = WORK * sum(math.prod(target.shapes()[field]) for field in fields)
+        return Unit(tuple(plans), lambda: [make], work)
 
     def _bias_unit(self, layer: LayerSource, expert: int, field: str, plan: TensorPlan) -> Unit:
-        def read() -> Iterator[np.ndarray]:
+        def read() -> Made:
             bias = layer.biases(expert)[field]
-            self._checked(plan.name, bias)
-            yield bias
+            return Made([bias], [self._counted(plan.name, bias)])
 
-        return Unit((plan,), read)
+        return Unit((plan,), lambda: [read], WORK * plan.nbytes)
 
-    def _checked(self, name: str, matrix: Matrix) -> Matrix:
-        self._counted(name, matrix)()
-        return matrix
-
-    def _counted(self, name: str, matrix: Matrix) -> Callable[[], None]:
+    def _counted(self, name: str, matrix: Matrix, where: str = "") -> Callable[[], None]:
         """Look for NaN and infinities. The result notes them."""
         array = matrix.scales if isinstance(matrix, QuantizedTensor) else matrix
-        count = 0 if array.dtype == np.uint8 else int((~np.isfinite(array)).sum())
-        self._require_finite(name, count, array.shape)
-        return functools.partial(self._note, name, count, array.shape)
-
-    def _require_finite(self, name: str, count: int, shape: tuple[int, ...]) -> None:
+        count = 0 if array.dtype == np.uint8 else count_not_finite(array)
         if count and not self._allow_not_finite:
             raise InvalidInput(
-                f"{name} must hold finite numbers, got {count} that are NaN or infinite in {list(shape)}; repair the "
-                "checkpoint, or allow them (allow_not_finite, --allow-not-finite)"
+                f"{name} must hold finite numbers, got {count} that are NaN or infinite in "
+                f"{where or list(array.shape)}; repair the checkpoint, or allow them (allow_not_finite, "
+                "--allow-not-finite)"
             )
-
-    def _note(self, name: str, count: int, shape: tuple[int, ...]) -> None:
-        self._require_finite(name, count, shape)
-        if count:
-            self._not_finite[name] = None
-
-    def _made(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> None:
-        """Note the error of a converted matrix."""
-        self._compared(layer, field, matrix, result)()
+        return lambda: self._not_finite.update({name: None} if count else {})
 
     def _compared(self, layer: int, field: str, matrix: Matrix, result: Matrix) -> Callable[[], None]:
         """Compute the error of a converted matrix. The result notes it."""
-        before, after = (
-            dequantize(one) if isinstance(one, QuantizedTensor) else one.astype(np.float32, copy=False)
-            for one in (matrix, result)
-        )
+        before = dequantize(matrix) if isinstance(matrix, QuantizedTensor) else matrix
         error, total = ErrorSum(), self._errors[layer, "down" if field == "down" else "gate_up"]
-        error.add(before, after)
+        error.add(before, before if result is matrix else result)
 
         def note() -> None:
             total.sums = total.sums[0] + error.sums[0], total.sums[1] + error.sums[1]

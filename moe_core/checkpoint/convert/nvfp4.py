@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from moe_core.checkpoint.layouts import NVFP4
 from moe_core.formats import QuantizedSpec, QuantizedTensor
-from moe_core.ops.common.rounding import to_float32
-from moe_core.ops.quantize.reference import quantize
+from moe_core.ops.quantize.codes import float32_to_e4m3
+from moe_core.ops.quantize.reference import group_maxima, quantize
 
 _LARGEST, _CODE = np.float32(448), np.float32(6)
 #: The least scale: zero would not divide.
@@ -38,10 +37,7 @@ class Nvfp4(NamedTuple):
 def quantized_nvfp4(matrices: Mapping[str, np.ndarray]) -> dict[str, Nvfp4]:
     """Matrices that share the number by which scales are divided. NaN and infinities give their group the scale NaN."""
     with np.errstate(all="ignore"):
-        largest = [
-            np.abs(to_float32(matrix)).reshape(len(matrix), -1, NVFP4.group_columns or 1).max(-1)
-            for matrix in matrices.values()
-        ]
+        largest = [group_maxima(matrix, NVFP4) for matrix in matrices.values()]
         amax = max(np.max(one, where=np.isfinite(one), initial=0) for one in largest)
         # Bits as in compressed-tensors, which multiplies by the reciprocal.
         whole = np.array([_LARGEST * _CODE * (1 / max(amax, np.finfo(np.float32).tiny))], np.float32)
@@ -49,7 +45,7 @@ def quantized_nvfp4(matrices: Mapping[str, np.ndarray]) -> dict[str, Nvfp4]:
         result = {}
         for (name, matrix), one in zip(matrices.items(), largest, strict=True):
             scales = np.clip(one / _CODE * whole, _LEAST, _LARGEST)
-            scales = np.where(np.isfinite(one), scales, np.float32(np.nan)).astype(ml_dtypes.float8_e4m3fn)
+            scales = float32_to_e4m3(np.where(np.isfinite(one), scales, np.float32(np.nan)))
             codes = quantize(matrix, NVFP4, scales=scales.astype(np.float32) / whole)
             result[name] = Nvfp4(codes.values, scales, whole)
     return result

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,7 +16,7 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.base.files import TensorFile
 from moe_core.checkpoint.convert.nvfp4 import Nvfp4
-from moe_core.checkpoint.convert.stream import HEADERS, TensorPlan, Unit
+from moe_core.checkpoint.convert.stream import BITS, HEADERS, Made, TensorPlan, Unit
 from moe_core.checkpoint.layer import Checkpoint
 from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.packing import Packing
@@ -25,7 +26,7 @@ from moe_core.checkpoint.stacks import LayerNames
 from moe_core.checkpoint.storage import FLOATING, Part, Stack, StackReader, turn
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
 from moe_core.layers.convert import gate_place
-from moe_core.ops.common.rounding import round_to
+from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.quantize.reference import dequantize
 
 #: Fields of an expert's matrices `[N, D]`. Ungated experts have no gate.
@@ -33,7 +34,16 @@ MATRICES = ("gate", "up", "down")
 _FUSED = ("experts.gate_up", "experts.down")
 #: A multiple of every group and word.
 _PROBE = 2**12
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 4 * 2**20
+#: Numbers whose temporary arrays fit in a core's cache.
+_AT_ONCE = 2**16
+#: Bytes of memory to make one number: as stored, in fp32 and as written, with what takes less.
+WORK = 16
+#: Bits that only NaN and infinities have all of. NumPy knows bfloat16 by a slow loop.
+_EXPONENTS: Mapping[str, Any] = {
+    "bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00), "float8_e4m3fn": np.uint8(0x7F),
+    "float8_e5m2": np.uint8(0x7C),
+}  # fmt: skip
 _FLOATS: Mapping[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -269,15 +279,17 @@ class DenseModules:
         part, packing = self._matrices[name]
         stored = plain_part(part, packing, self._resolver, scale_check(packing, self._index))
 
-        def read() -> Iterator[np.ndarray]:
+        def read() -> Made:
             arrays = [self._reader.tensor(one.tensor)[:] for one in (stored, *stored.others)]
             for one, array in zip((stored, *stored.others), arrays, strict=True):
                 if one.check is not None:
                     one.check(one.tensor, array)
             assert stored.decode is not None
-            yield round_to(stored.decode(*arrays), dtype)
+            return Made([round_to(stored.decode(*arrays), dtype)])
 
-        return Unit((TensorPlan(part.tensor, HEADERS[dtype], part.shape),), read)
+        return Unit(
+            (TensorPlan(part.tensor, HEADERS[dtype], part.shape),), lambda: [read], WORK * math.prod(part.shape)
+        )
 
     def plain_modules(self) -> list[str]:
         """Modules with a plain matrix in the destination."""
@@ -287,17 +299,33 @@ class DenseModules:
         return [name.removesuffix(".weight") for name in (*matrices, *quantized)]
 
 
-def count_not_finite(dtype: str, piece: np.ndarray) -> int:
-    """The number of elements of a piece (bytes) that are NaN or infinite."""
-    if dtype not in _FLOATS:
-        return 0
-    return int((~np.isfinite(piece.view(_FLOATS[dtype]))).sum())
+def cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The same array if it has the dtype. Through fp32, which NumPy casts fast and which is exact."""
+    return array if array.dtype == dtypes.numpy_dtype(dtype) else round_to(to_float32(array), dtype)
 
 
-def pieces(file: TensorFile, name: str, nbytes: int) -> Iterator[np.ndarray]:
-    """The bytes of a tensor of any dtype."""
-    start = file.entry(name).start
-    for first in range(0, nbytes, _PIECE_BYTES):
-        piece = np.empty(min(_PIECE_BYTES, nbytes - first), np.uint8)
+def count_not_finite(array: np.ndarray) -> int:
+    """The number of elements that are NaN or infinite."""
+    exponent, rows, count = _EXPONENTS.get(array.dtype.name), max(1, len(array) * _AT_ONCE // max(1, array.size)), 0
+    for start in range(0, len(array), rows):
+        piece = array[start : start + rows]
+        if exponent is None:
+            count += int((~np.isfinite(piece)).sum())
+        else:
+            count += int(np.count_nonzero(piece.view(exponent.dtype) & exponent == exponent))
+    return count
+
+
+def pieces(file: TensorFile, name: str, plan: TensorPlan, made: Callable[[np.ndarray], Made]) -> Unit:
+    """A tensor of any dtype, as `made` returns each piece of its numbers or, of rare dtypes, its bytes."""
+    start, stored = file.entry(name).start, math.prod(plan.shape) * BITS[file.entry(name).dtype] // 8
+    dtype = _FLOATS.get(file.entry(name).dtype, np.uint8)
+
+    def read(first: int) -> Made:
+        piece = np.empty(min(_PIECE_BYTES, stored - first), np.uint8)
         file.read_into(start + first, piece)
-        yield piece
+        return made(piece.view(dtype))
+
+    return Unit(
+        (plan,), lambda: [partial(read, first) for first in range(0, max(1, stored), _PIECE_BYTES)], 4 * _PIECE_BYTES
+    )

@@ -27,8 +27,6 @@ from moe_core.errors import InvalidInput, Unsupported
 JOURNAL, INDEX = "moebius-convert.json", "model.safetensors.index.json"
 _ALIGNMENT = 8
 _THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
-#: Bytes that making a unit takes, over its own: sources, and errors in float64.
-_WORK = 64
 #: Bits of the dtypes in headers.
 BITS: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64), **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -56,16 +54,26 @@ class TensorPlan(NamedTuple):
         return cls(name, HEADERS[array.dtype.name], array.shape)
 
 
+class Made(NamedTuple):
+    """Arrays of any shape, and what to call behind them, in order."""
+
+    arrays: Sequence[np.ndarray]
+    settle: Sequence[Callable[[], None]] = ()
+
+
+Job = Callable[[], Made]
+
+
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that one step makes. pieces: their bytes, in order, as arrays of any shape.
+    """Tensors, and the jobs that make their bytes in order. Any thread may run a job.
 
-    settle: called behind the unit, in the order of units. Pieces of a unit that has it may be made on any thread.
+    work: bytes of memory that a job takes at most.
     """
 
     tensors: tuple[TensorPlan, ...]
-    pieces: Callable[[], Iterator[np.ndarray]]
-    settle: Callable[[], None] | None = None
+    jobs: Callable[[], Iterable[Job]]
+    work: int
 
     @property
     def nbytes(self) -> int:
@@ -148,11 +156,18 @@ class Stream:
                 continue
             with self._whole(name) as partial, partial.open("wb") as file:
                 file.write(_header(units))
-                for unit, pieces in _made_ahead(units, most):
-                    _write_pieces(file, unit, pieces)
-                    if unit.settle is not None:
-                        unit.settle()
-                    done(unit)
+                written = 0
+                for unit, made in _made_ahead(units, most):
+                    for array in made.arrays:
+                        data: Any = array.reshape(-1).view(np.uint8)
+                        file.write(data)
+                        written += array.nbytes
+                    for settle in made.settle:
+                        settle()
+                    if unit is not None:
+                        assert written == unit.nbytes, (unit.tensors, written)
+                        done(unit)
+                        written = 0
             self._finished.append(name)
             journal = {"identity": self._identity, "finished": self._finished, "state": state()}
             self._write_json(JOURNAL, journal)
@@ -195,32 +210,28 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _made_ahead(units: Sequence[Unit], room: int) -> Iterator[tuple[Unit, Iterable[np.ndarray]]]:
-    """Units in order with their pieces, which threads make ahead. room: bytes of memory for it."""
-    waiting: collections.deque[tuple[Unit, Future[list[np.ndarray]]]] = collections.deque()
+def _made_ahead(units: Sequence[Unit], room: int) -> Iterator[tuple[Unit | None, Made]]:
+    """What jobs made, in order, with the unit behind its last one. Threads work ahead in `room` bytes of memory."""
+    waiting: collections.deque[tuple[Unit | None, int, Future[Made]]] = collections.deque()
+    taken = 0
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             for unit in units:
-                ahead = 0 if unit.settle is None else min(room // max(_WORK * unit.nbytes, 1), 2 * _THREADS)
-                while waiting and (ahead < 2 or len(waiting) >= ahead):
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-                if ahead < 2:
-                    yield unit, unit.pieces()
-                else:
-                    waiting.append((unit, pool.submit(lambda unit=unit: list(unit.pieces()))))
+                jobs = list(unit.jobs())
+                for number, job in enumerate(jobs, 1):
+                    while waiting and (taken + unit.work > room or len(waiting) >= 2 * _THREADS):
+                        yield waiting[0][0], waiting[0][2].result()
+                        taken -= waiting.popleft()[1]
+                    waiting.append((unit if number == len(jobs) else None, unit.work, pool.submit(_run, job)))
+                    taken += unit.work
             while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
+                yield waiting[0][0], waiting[0][2].result()
+                waiting.popleft()
         finally:
-            for _, future in waiting:
+            for _, _, future in waiting:
                 future.cancel()
 
 
-def _write_pieces(file: Any, unit: Unit, pieces: Iterable[np.ndarray]) -> None:
-    written = 0
-    for piece in pieces:
-        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-        file.write(data)
-        written += data.nbytes
-    assert written == unit.nbytes, (unit.tensors, written)
+def _run(job: Job) -> Made:
+    made = job()
+    return made._replace(arrays=[np.ascontiguousarray(array) for array in made.arrays])

@@ -19,7 +19,7 @@ from moe_core.checkpoint.layouts import NVFP4, nvfp4
 from moe_core.checkpoint.packing import Packing, compressed_settings, packing_for
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
-from moe_core.ops.quantize.reference import choose_scales, dequantize, quantize
+from moe_core.ops.quantize.reference import dequantize, quantize, quantize_rounded
 
 LOADERS = ("transformers", "moebius")
 #: llm-compressor's names below `experts.<e>.` in every family.
@@ -152,16 +152,18 @@ class Target:
         plain, scale_dtype = _plain(matrix), self._scale_dtype()
         if scale_dtype is None:
             return quantize(plain, self.format)
-        result = quantize(plain, self.format) if self.format.zero_points else None
-        scales = choose_scales(plain, self.format) if result is None else result.scales
-        with np.errstate(all="ignore"):
-            rounded = scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
-        # A scale must not vanish: it divides.
-        tiny = np.float32(1e-7) if scale_dtype == "float16" else np.float32(0)
-        rounded = np.where(scales > 0, np.maximum(rounded, tiny), rounded)
-        if result is not None:
-            return dataclasses.replace(result, scales=rounded)
-        return quantize(plain, self.format, scales=rounded)
+
+        def rounded(scales: np.ndarray) -> np.ndarray:
+            with np.errstate(all="ignore"):
+                result = scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
+            # A scale must not vanish: it divides.
+            tiny = np.float32(1e-7) if scale_dtype == "float16" else np.float32(0)
+            return np.where(scales > 0, np.maximum(result, tiny), result)
+
+        if self.format.zero_points:
+            result = quantize(plain, self.format)
+            return dataclasses.replace(result, scales=rounded(result.scales))
+        return quantize_rounded(plain, self.format, rounded)
 
     def keeps(self, matrix: Matrix) -> bool:
         """True if codes and scales are written as they are."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.checkpoint.convert.source import LayerSource, Matrix
-from moe_core.checkpoint.convert.stream import HEADERS, TensorPlan, Unit
+from moe_core.checkpoint.convert.source import WORK, LayerSource, Matrix, cast
+from moe_core.checkpoint.convert.stream import HEADERS, Job, Made, TensorPlan, Unit
 from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.resolve import module_of
 from moe_core.checkpoint.stacks import LayerNames, layer_stacks
@@ -20,22 +22,25 @@ from moe_core.layers.convert import gate_place
 from moe_core.ops.quantize.reference import dequantize
 from moe_core.specs import named_arrays
 
-_Checked = Callable[[str, Matrix], Matrix]
-_Made = Callable[[int, str, Matrix, Matrix], None]
+_Counted = Callable[[str, Matrix], Callable[[], None]]
+_Compared = Callable[[int, str, Matrix, Matrix], Callable[[], None]]
 
 
-def whole_units(target: Target, layer: LayerSource, checked: _Checked, made: _Made) -> Iterator[Unit]:
-    """The tensors of a layer's experts. checked: a matrix before, made: a matrix before and after."""
+def whole_units(target: Target, layer: LayerSource, counted: _Counted, compared: _Compared) -> Iterator[Unit]:
+    """The tensors of a layer's experts, a job for each expert.
+
+    counted: looks at a matrix before, compared: at it before and after. What they return notes it.
+    """
     stacks = layer_stacks(target.architecture, _names(target, layer))
     for field in ("gate_up", "down"):
         for part in stacks[f"experts.{field}"].parts:
             if target.interleaved:
-                yield _blocks(target, layer, field, part.tensor, checked, made)
+                yield _blocks(target, layer, field, part.tensor, counted, compared)
             else:
-                yield _plain(target, layer, field, part, checked, made)
+                yield _plain(target, layer, field, part, counted, compared)
         bias = stacks.get(f"experts.{field}_bias")
         for part in bias.parts if bias is not None else ():
-            yield _bias(target, layer, field, part, checked)
+            yield _bias(target, layer, field, part, counted)
 
 
 def _names(target: Target, layer: LayerSource) -> LayerNames:
@@ -48,7 +53,7 @@ def _names(target: Target, layer: LayerSource) -> LayerNames:
     return dataclasses.replace(names, fused=tuple(names.block + name for name in naming.fused[-1]))
 
 
-def _plain(target: Target, layer: LayerSource, field: str, part: Part, checked: _Checked, made: _Made) -> Unit:
+def _plain(target: Target, layer: LayerSource, field: str, part: Part, counted: _Counted, compared: _Compared) -> Unit:
     spec, dtype = target.architecture.spec, dtypes.numpy_dtype(target.dtype)
     lead = part.place[:1] if part.place and isinstance(part.place[0], int) else ()
     experts = [int(lead[0])] if lead and isinstance(lead[0], int) else range(target.architecture.num_experts)
@@ -56,25 +61,31 @@ def _plain(target: Target, layer: LayerSource, field: str, part: Part, checked: 
     wanted = ("down",) if field == "down" else ("gate", "up") if spec.activation.gated else ("up",)
     wanted = (wanted[int(halves[0].start > 0)],) if halves else wanted
 
-    def pieces() -> Iterator[np.ndarray]:
-        for expert in experts:
-            matrices = layer.matrices(expert, wanted)
-            arrays = []
-            for name in wanted:
-                matrix = checked(part.tensor, matrices[name])
-                plain = (
-                    dequantize(matrix, target.dtype) if isinstance(matrix, QuantizedTensor) else matrix.astype(dtype)
-                )
-                made(layer.layer, name, matrix, plain)
-                arrays.append(plain)
-            array = _joined(arrays, spec.activation.gate_layout)
-            array = turn(array) if spec.weight_layout == "in_out" else array
-            yield array[None] if part.encode is None else part.encode(array[None])
+    def make(expert: int) -> Made:
+        matrices, settle = layer.matrices(expert, wanted), []
+        for name in wanted:
+            matrix = matrices[name]
+            settle.append(counted(part.tensor, matrix))
+            is_plain = not isinstance(matrix, QuantizedTensor)
+            plain = cast(matrix, target.dtype) if is_plain else dequantize(matrix, target.dtype)
+            settle.append(compared(layer.layer, name, matrix, plain))
+            matrices[name] = plain
+        array = _joined([matrices[name] for name in wanted], spec.activation.gate_layout)
+        array = turn(array) if spec.weight_layout == "in_out" else array
+        return Made([array[None] if part.encode is None else part.encode(array[None])], settle)
 
-    return Unit((TensorPlan(part.tensor, HEADERS[dtype.name], part.shape),), pieces)
+    plan = TensorPlan(part.tensor, HEADERS[dtype.name], part.shape)
+    return Unit((plan,), lambda: [partial(make, expert) for expert in experts], _work(target, wanted))
 
 
-def _blocks(target: Target, layer: LayerSource, field: str, tensor: str, checked: _Checked, made: _Made) -> Unit:
+def _work(target: Target, wanted: tuple[str, ...]) -> int:
+    shapes = target.shapes()
+    return WORK * sum(math.prod(shapes[name]) for name in wanted)
+
+
+def _blocks(
+    target: Target, layer: LayerSource, field: str, tensor: str, counted: _Counted, compared: _Compared
+) -> Unit:
     """gpt-oss's mxfp4: scales are small, so they are kept while values are written."""
     packing, module = target.packing, module_of(tensor)[0]
     architecture, format = target.architecture, target.format
@@ -88,37 +99,43 @@ def _blocks(target: Target, layer: LayerSource, field: str, tensor: str, checked
         shape = (count, *component.file_shape(rows, columns))
         plans.append(TensorPlan(packing.tensor_name(module, component, True), "U8", shape))
 
-    def pieces() -> Iterator[np.ndarray]:
-        scales = []
-        for expert in range(count):
-            matrices = {name: checked(tensor, one) for name, one in layer.matrices(expert, wanted).items()}
-            made_of = {name: target.quantized(matrix) for name, matrix in matrices.items()}
-            for name, matrix in matrices.items():
-                made(layer.layer, name, matrix, made_of[name])
-            parts = [dict(named_arrays(made_of[name])) for name in wanted]
+    def jobs() -> list[Job]:
+        scales = np.empty(plans[1].shape, np.uint8)
+
+        def make(expert: int) -> Made:
+            matrices, settle, parts = layer.matrices(expert, wanted), [], []
+            for name in wanted:
+                settle.append(counted(tensor, matrices[name]))
+                result = target.quantized(matrices[name])
+                settle.append(compared(layer.layer, name, matrices[name], result))
+                parts.append(dict(named_arrays(result)))
             joined = {key: _joined([part[key] for part in parts], "interleaved") for key in parts[0]}
             whole = QuantizedTensor(QuantizedSpec(format), **joined)
-            arrays = [array for _, array in packing.tensors("", whole, True)]
-            yield arrays[0]
-            scales.append(arrays[1])
-        yield np.stack(scales)
+            (_, values), (_, scales[expert]) = packing.tensors("", whole, True)
+            return Made([values], settle)
 
-    return Unit(tuple(plans), pieces)
+        # They are written behind all others, when no job fills them any more.
+        return [*(partial(make, expert) for expert in range(count)), lambda: Made([scales])]
+
+    return Unit(tuple(plans), jobs, _work(target, wanted))
 
 
-def _bias(target: Target, layer: LayerSource, field: str, part: Part, checked: _Checked) -> Unit:
+def _bias(target: Target, layer: LayerSource, field: str, part: Part, counted: _Counted) -> Unit:
     names = ("down",) if field == "down" else ("gate", "up")
     dtype = layer.biases(None)["down"].dtype
     if target.packing is None and dtype.name == layer.dtype:
         dtype = dtypes.numpy_dtype(target.dtype)
 
-    def pieces() -> Iterator[np.ndarray]:
+    def make() -> Made:
+        arrays, settle = [], []
         for expert in range(target.architecture.num_experts):
-            biases = layer.biases(expert)
-            arrays = [checked(part.tensor, biases[name]) for name in names]
-            yield _joined(arrays, target.architecture.spec.activation.gate_layout).astype(dtype)
+            biases = [layer.biases(expert)[name] for name in names]
+            settle += [counted(part.tensor, bias) for bias in biases]
+            arrays.append(_joined(biases, target.architecture.spec.activation.gate_layout).astype(dtype))
+        return Made(arrays, settle)
 
-    return Unit((TensorPlan(part.tensor, HEADERS[dtype.name], part.shape),), pieces)
+    plan = TensorPlan(part.tensor, HEADERS[dtype.name], part.shape)
+    return Unit((plan,), lambda: [make], WORK * math.prod(part.shape))
 
 
 def _joined(arrays: list[Any], gate_layout: str | None) -> Any:

@@ -7,12 +7,10 @@ every format.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from moe_core.base import dtypes, require_choice
@@ -20,67 +18,27 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.common.rounding import round_to, to_float32
 from moe_core.ops.prepack.prepack import untile
+from moe_core.ops.quantize.codes import (
+    E8M0_NAN,
+    E8M0_ONE,
+    MANTISSA_BITS,
+    e8m0_to_float32,
+    float32_to_e2m1,
+    float32_to_e4m3,
+    numbers_of_bytes,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from moe_core.specs import named_arrays
 
 #: Lower bound of amax for a scale, so that zeros divide.
 SMALLEST_AMAX = np.float32(1e-10)
-#: Magnitudes of codes 0..7; bit 3 is the sign.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_MANTISSA_BITS = 23
-_MANTISSA_MASK = np.uint32(2**_MANTISSA_BITS - 1)
-_E8M0_ONE, _E8M0_NAN = 127, 255
-_PIECE_ELEMENTS = 2**17
+_MANTISSA_MASK = np.uint32(2**MANTISSA_BITS - 1)
+_PIECE_ELEMENTS = 2**16
+#: The widest groups that are faster to reduce as columns.
+_NARROW = 48
 
-
-def pack_nibbles(codes: np.ndarray, axis: int = -1) -> np.ndarray:
-    """uint8 codes below 16 (else InvalidInput), two per byte along `axis`, even index low, padded with 0."""
-    codes = np.asarray(codes)
-    if codes.dtype != np.uint8 or (codes.size and codes.max() > 15):
-        raise InvalidInput(f"codes must be uint8 below 16, got {codes.dtype}; mask them with 15")
-    moved = np.moveaxis(codes, axis, -1)
-    low, high = moved[..., 0::2], moved[..., 1::2]
-    packed = low.copy()
-    packed[..., : high.shape[-1]] |= high << np.uint8(4)
-    return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
-
-
-def unpack_nibbles(packed: np.ndarray, axis: int = -1, length: int | None = None) -> np.ndarray:
-    """The inverse of `pack_nibbles`. length: number of codes along `axis`, None: two per byte."""
-    packed = np.asarray(packed)
-    if packed.dtype != np.uint8:
-        raise InvalidInput(f"packed must be uint8, got {packed.dtype}; view it as bytes")
-    moved = np.moveaxis(packed, axis, -1)
-    total = 2 * moved.shape[-1] if length is None else length
-    if not 2 * moved.shape[-1] - 1 <= total <= 2 * moved.shape[-1]:
-        raise InvalidInput(f"length must be what {moved.shape[-1]} bytes hold, got {length}; pass the unpacked length")
-    codes = np.empty((*moved.shape[:-1], 2 * moved.shape[-1]), np.uint8)
-    codes[..., 0::2] = moved & np.uint8(15)
-    codes[..., 1::2] = moved >> np.uint8(4)
-    return np.ascontiguousarray(np.moveaxis(codes[..., :total], -1, axis))
-
-
-def e2m1_to_float32(codes: np.ndarray) -> np.ndarray:
-    """fp32 values of e2m1 codes 0..15: 0 .5 1 1.5 2 3 4 6 and, with bit 3 set, their negatives."""
-    return np.concatenate([_E2M1, -_E2M1])[codes]
-
-
-def float32_to_e2m1(values: np.ndarray) -> np.ndarray:
-    """e2m1 codes of fp32 values without NaN: half to even, saturating at 6, the sign of zero kept."""
-    magnitude = np.minimum(np.abs(values), _E2M1[-1])
-    # Codes are spaced 1/2 up to 2 (code 4), 1 up to 4 (code 6), then 2. Ties go to the even code. Offsets are added
-    # last, because the addition would round.
-    upper = np.where(magnitude < 4, np.rint(magnitude) + np.float32(2), np.rint(magnitude / 2) + np.float32(4))
-    codes = np.where(magnitude < 2, np.rint(magnitude * 2), upper).astype(np.uint8)
-    return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
-
-
-def e8m0_to_float32(scales: np.ndarray) -> np.ndarray:
-    """fp32 2^(b - 127) of uint8 b. 255 is NaN (OCP MX 1.0, section 5.4.1)."""
-    bits = scales.astype(np.uint32) << np.uint32(_MANTISSA_BITS)
-    bits[scales == 0] = 1 << (_MANTISSA_BITS - 1)
-    values = bits.view(np.float32)
-    values[scales == _E8M0_NAN] = np.nan
-    return values
+Rounding = Callable[[np.ndarray], np.ndarray]
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -104,13 +62,13 @@ def _choose_scales(amax: np.ndarray, format: Format) -> np.ndarray:
     if format.scale_rule == "floor":
         top_exponent = format.own_element.top_exponent
         assert top_exponent is not None
-        exponent = (_bits(amax) >> np.uint32(_MANTISSA_BITS)).astype(np.int32) - top_exponent
+        exponent = (_bits(amax) >> np.uint32(MANTISSA_BITS)).astype(np.int32) - top_exponent
     else:
         # If amax / largest is a denormal the bits give 2^-126, the smallest normal exponent.
-        exponent = (_up_to_power_of_two(amax / largest) >> np.uint32(_MANTISSA_BITS)).astype(np.int32)
+        exponent = (_up_to_power_of_two(amax / largest) >> np.uint32(MANTISSA_BITS)).astype(np.int32)
     scales = np.maximum(exponent, 0).astype(np.uint8)
-    scales[amax == 0] = _E8M0_ONE
-    scales[~usable] = _E8M0_NAN
+    scales[amax == 0] = E8M0_ONE
+    scales[~usable] = E8M0_NAN
     return scales
 
 
@@ -118,29 +76,25 @@ def _encode(quotients: np.ndarray, zero_points: np.ndarray | None, format: Forma
     element = format.own_element
     largest = np.float32(element.largest)
     if element.name == "e4m3":
-        return np.clip(quotients, -largest, largest).astype(ml_dtypes.float8_e4m3fn)
+        return float32_to_e4m3(quotients)
     if element.name == "e2m1":
         return float32_to_e2m1(quotients)
+    codes = np.rint(quotients)
     if element.max_code is None:
-        return np.clip(np.rint(quotients), -largest, largest).astype(np.int8)
-    zero = np.float32(element.zero_point) if zero_points is None else zero_points.astype(np.float32)
-    return np.clip(np.rint(quotients) + zero, 0, element.max_code).astype(np.uint8)
+        return np.clip(codes, -largest, largest, out=codes).astype(np.int8)
+    codes += np.float32(element.zero_point) if zero_points is None else zero_points.astype(np.float32)
+    return np.clip(codes, 0, element.max_code, out=codes).astype(np.uint8)
 
 
-@functools.cache
-def _numbers(dtype: np.dtype) -> np.ndarray:
-    """The number of each byte: several times as fast as a cast."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-
-
-def _decode(codes: np.ndarray, zero_points: np.ndarray | None, format: Format) -> np.ndarray:
+def _decode(values: np.ndarray, format: Format, zero: int | None = None) -> np.ndarray:
+    """fp32 numbers, in a new array, of stored values with their last axis in order. zero: instead of the format's."""
     element = format.own_element
-    if element.name == "e2m1":
-        return e2m1_to_float32(codes)
-    if element.max_code is None:
-        return _numbers(codes.dtype)[codes.view(np.uint8)]
-    values = codes.astype(np.float32)
-    return values - (np.float32(element.zero_point) if zero_points is None else zero_points.astype(np.float32))
+    zero = (element.zero_point or 0) if zero is None else zero
+    if element.name == "e4m3" or element.per_byte == 2:
+        return np.take(numbers_of_bytes(element.name, zero), values.view(np.uint8)).view(np.float32)
+    numbers = values.astype(np.float32)
+    numbers -= np.float32(zero)
+    return numbers
 
 
 class _Grid(NamedTuple):
@@ -176,31 +130,50 @@ def _group_zero_points(groups: np.ndarray, usable: np.ndarray, format: Format) -
     """(scales fp32, zero points uint8): low <= 0 <= high map onto the codes 0 and max_code."""
     max_code = format.own_element.max_code
     assert max_code is not None
-    high = np.where(usable, groups.max(axis=(1, 3), initial=0), 0).astype(np.float64)
-    low = np.where(usable, groups.min(axis=(1, 3), initial=0), 0).astype(np.float64)
+    high = np.where(usable, _extreme(groups, np.maximum), 0).astype(np.float64)
+    low = np.where(usable, _extreme(groups, np.minimum), 0).astype(np.float64)
     # high - low cannot overflow in float64. One rounding.
     scales = (np.maximum(high - low, np.float64(SMALLEST_AMAX)) / max_code).astype(np.float32)
     zero_points = np.clip(np.rint(-low.astype(np.float32) / scales), 0, max_code).astype(np.uint8)
     return np.where(usable, scales, np.float32(np.nan)), zero_points
 
 
+def _extreme(groups: np.ndarray, of_two: np.ufunc) -> np.ndarray:
+    """The maximum or minimum of zero and each group of `[groups, rows, groups, columns]`."""
+    width, zero = groups.shape[-1], np.zeros((), groups.dtype)
+    if groups.size == 0:
+        return np.zeros(groups.shape[::2], groups.dtype)
+    if width <= _NARROW:
+        rows = of_two.reduce(np.ascontiguousarray(groups.reshape(-1, width).T), 0)
+    else:
+        rows = of_two.reduceat(np.ascontiguousarray(groups).reshape(-1), np.arange(0, groups.size, width))
+    return of_two.reduce(rows.reshape(groups.shape[:3]), 1, initial=zero)
+
+
 def _quantize_matrix(
-    matrix: np.ndarray, format: Format, given: np.ndarray | None
+    matrix: np.ndarray, format: Format, given: np.ndarray | None, rounded: Rounding | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     grid = _Grid.of(matrix.shape, format)
     groups = grid.split(matrix)
     zero_points = None
     with np.errstate(all="ignore"):
-        amax = np.abs(groups).max(axis=(1, 3), initial=0)
-        finite = np.isfinite(amax)
+        magnitudes = np.abs(groups)
+        finite = np.isfinite(magnitudes.max(initial=0))
+        if given is None or not finite:
+            amax = _extreme(magnitudes, np.maximum)
+            finite = np.isfinite(amax)
         if given is not None:
             scales = given
         elif format.zero_points:
             scales, zero_points = _group_zero_points(groups, finite, format)
         else:
             scales = _choose_scales(amax, format)
+            scales = scales if rounded is None else rounded(scales)
         divisor = e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales)
-        quotients = np.where(_spread(finite & (divisor > 0)), groups / _spread(divisor), np.float32(0))
+        usable = finite & (divisor > 0)
+        quotients = np.divide(groups, _spread(divisor), out=magnitudes)
+        if not usable.all():
+            quotients = np.where(_spread(usable), quotients, np.float32(0))
     codes = _encode(quotients, None if zero_points is None else _spread(zero_points), format)
     return grid.join(codes), scales, zero_points
 
@@ -234,7 +207,6 @@ def quantize(
     require_choice("x's dtype", dtypes.canonical(x.dtype), dtypes.MATMUL_DTYPES)
     spec = QuantizedSpec(format, layout)
     shapes = quantized_shapes(spec, x.shape)
-    element = format.own_element
     if scales is not None and format.zero_points:
         raise InvalidInput(f"scales must be None for {format.name}, got an array; its zero points follow from x too")
     if scales is not None:
@@ -244,6 +216,20 @@ def quantize(
                 f"scales of {format.name} must be {format.scale_dtypes[0]}{list(shapes.scales)}, got "
                 f"{scales.dtype}{list(scales.shape)}; pass those of this tensor"
             )
+    return _quantized(x, spec, scales, None)
+
+
+def quantize_rounded(matrix: np.ndarray, format: Format, rounded: Rounding) -> QuantizedTensor:
+    """`quantize` of a matrix `[N, D]` in a format without zero points, where chosen scales are rounded before they
+    divide."""
+    return _quantized(matrix, QuantizedSpec(format), None, rounded)
+
+
+def _quantized(
+    x: np.ndarray, spec: QuantizedSpec, scales: np.ndarray | None, rounded: Rounding | None
+) -> QuantizedTensor:
+    format, shapes = spec.format, quantized_shapes(spec, x.shape)
+    element = format.own_element
     tensor = QuantizedTensor(
         spec,
         np.empty(shapes.values, dtypes.numpy_dtype(element.dtype)),
@@ -252,7 +238,8 @@ def quantize(
     )
     packed = element.per_byte == 2
     for piece, values, own_scales, *own_points in _pieces(tensor, x):
-        codes, chosen, zero_points = _quantize_matrix(to_float32(piece), format, None if scales is None else own_scales)
+        given = None if scales is None else own_scales
+        codes, chosen, zero_points = _quantize_matrix(to_float32(piece), format, given, rounded)
         values[...] = pack_nibbles(codes) if packed else codes
         own_scales[...] = chosen
         if zero_points is not None:
@@ -260,11 +247,12 @@ def quantize(
     return tensor
 
 
-def choose_scales(matrix: np.ndarray, format: Format) -> np.ndarray:
-    """The scales `quantize` chooses for a matrix `[N, D]`, in a format without zero points."""
-    groups = _Grid.of(matrix.shape, format).split(to_float32(matrix))
-    with np.errstate(all="ignore"):
-        return _choose_scales(np.abs(groups).max(axis=(1, 3), initial=0), format)
+def group_maxima(matrix: np.ndarray, format: Format) -> np.ndarray:
+    """The largest magnitudes of the groups of a matrix `[N, D]`, in a format with a group per row or less."""
+    step = max(1, _PIECE_ELEMENTS // max(1, matrix.shape[1]))
+    pieces = [matrix[start : start + step] for start in range(0, max(1, len(matrix)), step)]
+    split = [_Grid.of(piece.shape, format).split(to_float32(piece)) for piece in pieces]
+    return np.concatenate([_extreme(np.abs(groups), np.maximum) for groups in split])
 
 
 def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
@@ -273,24 +261,29 @@ def dequantize(tensor: QuantizedTensor, dtype: str = "float32") -> np.ndarray:
     tensor: of NumPy arrays. dtype: `float32`, `bfloat16` or `float16`. A NaN scale gives NaN.
     """
     require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
-    format = tensor.format
     if not all(isinstance(array, np.ndarray) for _, array in named_arrays(tensor)):
         raise InvalidInput(
             f"tensor must hold NumPy arrays, got {type(tensor.values).__name__}; convert them (map_arrays) first"
         )
     tensor = untile(tensor)
     result = np.empty(tensor.shape, dtypes.numpy_dtype(dtype))
-    packed = format.own_element.per_byte == 2
-    for piece, codes, scales, *points in _pieces(tensor, result):
-        grid = _Grid.of(piece.shape, format)
-        zero_points = None
-        if points:
-            zero_points = _spread(unpack_nibbles(points[0], 0, len(piece)) if packed else points[0])
-        groups = grid.split(unpack_nibbles(codes) if packed else codes)
-        factor = _spread(e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales))
-        with np.errstate(all="ignore"):
-            piece[...] = round_to(grid.join(_decode(groups, zero_points, format) * factor), dtype)
+    for piece, numbers in _dequantized(tensor, result):
+        piece[...] = round_to(numbers, dtype)
     return result
+
+
+def _dequantized(tensor: QuantizedTensor, logical: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pieces of `logical`, and the fp32 numbers of the tensor there."""
+    format = tensor.format
+    for piece, codes, scales, *points in _pieces(tensor, logical):
+        grid = _Grid.of(piece.shape, format)
+        groups = grid.split(_decode(codes, format, 0 if points else None))
+        with np.errstate(all="ignore"):
+            if points:
+                packed = format.own_element.per_byte == 2
+                groups -= _spread(unpack_nibbles(points[0], 0, len(piece)) if packed else points[0])
+            groups *= _spread(e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales))
+        yield piece, grid.join(groups)
 
 
 def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
@@ -303,7 +296,7 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     if tensor.layout == "in_out":
         values, scales = values.T, scales.T
     format = tensor.format
-    codes = _decode(unpack_nibbles(values) if format.own_element.per_byte == 2 else values, None, format)
+    codes = _decode(values, format)
     factors = e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales)
     if format.group_rows is not None and format.group_rows > 1:
         factors = np.repeat(factors, format.group_rows, axis=0)[: len(codes)]
@@ -342,16 +335,20 @@ class ErrorSum:
     def __init__(self) -> None:
         self._difference = self._original = 0.0
 
-    def add(self, original: np.ndarray, restored: np.ndarray) -> None:
-        if original.shape != restored.shape:
+    def add(self, original: np.ndarray, restored: np.ndarray | QuantizedTensor) -> None:
+        """restored: numbers, or what they are dequantised from."""
+        if tuple(original.shape) != tuple(restored.shape):
             raise InvalidInput(f"restored must be {original.shape} like original, got {restored.shape}; pass a pair")
-        original, restored = original.reshape(-1), restored.reshape(-1)
-        difference = whole = 0.0
-        for start in range(0, original.size, _AT_ONCE):
-            before = original[start : start + _AT_ONCE].astype(np.float64)
-            apart = restored[start : start + _AT_ONCE] - before
-            difference += float(np.square(apart, out=apart).sum())
-            whole += float(np.square(before, out=before).sum())
+        pairs = _dequantized(restored, original) if isinstance(restored, QuantizedTensor) else [(original, restored)]
+        difference, whole, same = 0.0, 0.0, restored is original
+        for piece, numbers in pairs:
+            one, other = piece.reshape(-1), numbers.reshape(-1)
+            for start in range(0, one.size, _AT_ONCE):
+                before = one[start : start + _AT_ONCE].astype(np.float64)
+                whole += float(np.einsum("i,i", before, before))
+                if not same:
+                    np.subtract(other[start : start + _AT_ONCE].astype(np.float64), before, out=before)
+                    difference += float(np.einsum("i,i", before, before))
         self._difference += difference
         self._original += whole
 

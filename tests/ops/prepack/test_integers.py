@@ -18,7 +18,8 @@ from moe_core.formats.tiling import block_of
 from moe_core.layers import ExpertsSpec
 from moe_core.ops.prepack import prepack as reference
 from moe_core.ops.prepack.prepack import prepack_weights, restore_weights
-from moe_core.ops.quantize.reference import dequantize, unpack_nibbles
+from moe_core.ops.quantize.codes import unpack_nibbles
+from moe_core.ops.quantize.reference import dequantize
 from moe_core.specs.operands import map_arrays, named_arrays
 from moe_torch import MoE
 from tests.support.jax import to_jax

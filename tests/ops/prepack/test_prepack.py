@@ -35,7 +35,8 @@ from moe_core.formats import (
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.transposed import plan_matmul_quantized_transposed
 from moe_core.ops.prepack import prepack as reference
-from moe_core.ops.quantize.reference import codes_and_scales, dequantize, quantize, unpack_nibbles
+from moe_core.ops.quantize.codes import unpack_nibbles
+from moe_core.ops.quantize.reference import codes_and_scales, dequantize, quantize
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, map_arrays, named_arrays
 from moe_jax.bridge import platforms

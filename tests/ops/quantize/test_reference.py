@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import MXFP4, MXFP8, Format, format_named, format_names
-from moe_core.ops.quantize.reference import (
-    dequantize,
+from moe_core.ops.quantize.codes import (
     e2m1_to_float32,
     e8m0_to_float32,
     float32_to_e2m1,
+    float32_to_e4m3,
     pack_nibbles,
-    quantize,
     unpack_nibbles,
 )
+from moe_core.ops.quantize.reference import dequantize, quantize
 from tests.support.quantized.codes import all_codes, quantization_error
 from tests.support.quantized.formulas import E2M1, E4M3, HALF_STEP, expected, formula, scales_of
 
@@ -53,6 +53,15 @@ def test_e2m1_rounding():
         assert code >> 3 == (math.copysign(1, value) < 0), value
     finite = values[np.abs(values) < 6]
     np.testing.assert_array_equal(float32_to_e2m1(finite), finite.astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
+
+
+def test_e4m3_rounding():
+    """Every exponent, sign and seven bits, with the bits below that decide: the codes of a cast of what fits."""
+    for below in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        values = (np.arange(2**16, dtype=np.uint32) << 16 | below).view(np.float32)
+        with np.errstate(all="ignore"):
+            wanted = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(float32_to_e4m3(values).view(np.uint8), wanted.view(np.uint8))
 
 
 def test_e8m0_codes():

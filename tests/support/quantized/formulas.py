@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from moe_core.formats import Format, QuantizedTensor
-from moe_core.ops.quantize.reference import e8m0_to_float32
+from moe_core.ops.quantize.codes import e8m0_to_float32
 
 #: Half a step of the element over its largest magnitude, twice where a power-of-two scale wastes up to one bit.
 HALF_STEP = {"e4m3": 16 / 448, "e2m1": 1 / 6, "int8": 0.5 / 127, "uint8": 0.5 / 127, "uint4": 0.5 / 7}
