@@ -150,7 +150,8 @@ class MoE(nn.Module):
         """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
         spec = self.spec
         rule = layers.current_rule()
-        if rule is not None and spec.experts.scheme is None and layers.scheme_of_rule(rule) is not None:
+        scheme = None if rule is None or spec.experts.scheme is not None else layers.scheme_of_rule(rule)
+        if scheme is not None and not layers.is_training(rule):
             raise Unsupported(
                 "Qwix cannot quantise the experts of a Linen MoE in a call, as quantised ones are another collection; "
                 "build the model with experts=ExpertsSpec(scheme=moe_jax.layers.scheme_of_rule(rule)) and quantise the "
@@ -170,6 +171,8 @@ class MoE(nn.Module):
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
         arrays = _declare(self, places, self.param_dtype, self.kernel_init, self.logical_axes)
+        if scheme is not None:
+            arrays = layers.fake_quantized(arrays, spec, scheme)
         result = layers.forward(arrays, x, spec, dtype=self.dtype, **options)
         if sows:
             self.sow("intermediates", "moe_aux", result[1])

@@ -226,13 +226,17 @@ class MoE(nnx.Module):
         """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
-        if scheme is not None:
+        is_trained = scheme is not None and layers.is_training(rule)
+        if scheme is not None and not is_trained:
             self.quantize_experts(scheme)
+        parameters = self.parameters()
+        if scheme is not None and is_trained:
+            parameters = layers.fake_quantized(parameters, self.spec, scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
         options |= self._on_mesh(x.shape)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec
-        return layers.forward(self.parameters(), x, spec, dtype=self.dtype, **options)
+        return layers.forward(parameters, x, spec, dtype=self.dtype, **options)
 
     def _initial(self, leaf: Leaf, key: jax.Array, kernel_init: Initializer) -> jax.Array:
         return leaf.initial(key, self.param_dtype, kernel_init)
@@ -299,7 +303,8 @@ class MoE(nnx.Module):
     def quantize_experts(self, scheme: Scheme) -> None:
         """Make `wi_0`, `wi_1` and `wo` `QuantizedArray`s. See `moe_jax.layers.quantize_experts`.
 
-        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names.
+        `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names. A
+        `qwix.QtProvider` instead trains plain matrices through the values that they would have.
         """
         parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
         for leaf in self._leaves():

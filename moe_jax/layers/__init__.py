@@ -34,15 +34,17 @@ from moe_jax.layers.parameters import (
     leaves,
     nested,
 )
-from moe_jax.layers.qwix import current_rule, scheme_of_rule
+from moe_jax.layers.qwix import current_rule, is_training, scheme_of_rule
 from moe_jax.layers.sharded import expert_sharding, expert_specs, local_leaf, require_axis
 from moe_jax.layers.stages import RoutedBy
+from moe_jax.layers.trained_codes import fake_quantized
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [
     "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "RoutedBy", "current_rule",
-    "expert_sharding", "expert_specs", "explain", "explain_mesh", "export_weights", "find", "forward", "initialize",
-    "is_prepacked", "known_specs", "leaves", "load_weights", "local_leaf", "nested", "prepack_weights",
-    "quantize_experts", "require_axis", "require_rules", "restore_weights", "router_losses", "scheme_of_rule", "warmup",
+    "expert_sharding", "expert_specs", "explain", "explain_mesh", "export_weights", "fake_quantized", "find", "forward",
+    "initialize", "is_prepacked", "is_training", "known_specs", "leaves", "load_weights", "local_leaf", "nested",
+    "prepack_weights", "quantize_experts", "require_axis", "require_rules", "restore_weights", "router_losses",
+    "scheme_of_rule", "warmup",
 ]  # fmt: skip
 __all__ += description.__all__

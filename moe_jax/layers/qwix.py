@@ -41,13 +41,22 @@ def current_rule() -> Any:
     return get_current_rule("gmm")
 
 
+def is_training(rule: Any) -> bool:
+    """True for a rule of quantised training (`qwix.QtProvider`)."""
+    import qwix
+
+    return isinstance(rule, qwix.QtRule)
+
+
 def scheme_of_rule(rule: Any) -> Scheme | None:
     """The scheme of a `qwix.QuantizationRule`, or None if it quantises no weights.
+
+    Of a `qwix.QtRule`, for quantised training: the scheme for `fake_quantized`, of symmetric weights only.
 
     Weights only: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
     points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8,
     float8_e4m3fn or mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Raises InvalidInput for no rule, and Unsupported for
-    other types and calibrations, quantised training and LoRA.
+    other types and calibrations, and LoRA.
     """
     import qwix
 
@@ -58,14 +67,18 @@ def scheme_of_rule(rule: Any) -> Scheme | None:
             f"Qwix cannot put LoRA on the experts of a MoE layer; {_LEAVE_OUT}, and see examples/lora_jax.py for LoRA "
             "on both products of every expert"
         )
-    if isinstance(rule, qwix.QtRule):
-        raise Unsupported(
-            "Qwix's quantised training cannot reach the experts of a MoE layer, which have no gradient when quantised; "
-            f"{_LEAVE_OUT}, and quantise after training with qwix.PtqProvider"
-        )
     weights = _type(rule.weight_qtype)
     if weights is None:
         return None
+    if isinstance(rule, qwix.QtRule):
+        plain = {"act_qtype": None, "bwd_qtype": None, "disable_channelwise_axes": False, "additional_qt_config": None}
+        plain["weight_calibration_method"] = "absmax"
+        for name, value in plain.items():
+            if getattr(rule, name) != value:
+                raise Unsupported(
+                    f"{name} of a QtRule must be {value!r} for the experts of a MoE layer, whose weights alone are "
+                    f"trained quantised, got {getattr(rule, name)!r}; leave it out, or {_LEAVE_OUT}"
+                )
     activations, method, tile = _type(rule.act_qtype), rule.weight_calibration_method, rule.tile_size
     if rule.act_static_scale or rule.act_calibration_method not in (None, "absmax"):
         raise Unsupported(

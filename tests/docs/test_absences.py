@@ -147,7 +147,10 @@ ELSEWHERE = {
     "tests/torch/parallel/peer/test_symmetric.py": ("every rank raises `Unsupported`",),
     "tests/torch/parallel/test_layers.py": ("`fully_shard` and sums over experts", "and so does `prepack_weights`"),
     "tests/torch/parallel/test_training.py": ("parallel-training.md",),
-    "tests/recipes/test_qwix.py": ("`QtProvider` and `LoraProvider`", "Linen raises `Unsupported` for a rule"),
+    "tests/recipes/test_qwix.py": (
+        "static scales and `LoraProvider`", "Rules may name symmetric weights only",
+        "Linen raises `Unsupported` for a rule",
+    ),
     "tests/layers/test_prepack.py": ("a kernel for prepacked weights (`Unsupported`)",),
     "tests/torch/training/test_no_gradient.py": ("rounding has no gradient", "training.md", "quantization.md"),
     "tests/flax/test_training.py": ("`main_grad` raises `Unsupported`",),

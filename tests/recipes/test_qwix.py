@@ -1,4 +1,4 @@
-"""Post-training quantisation of models with our layers by the real qwix: experts are quantised, or it says why not."""
+"""Quantisation of models with our layers by the real qwix, after and in training, or it says why not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ qwix = pytest.importorskip("qwix", reason="needs qwix (pip install 'moebius[reci
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx as flax_nnx
+from jax.sharding import AxisType
 
+import moe_jax
+from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_jax import InvalidInput, Unsupported, layers, linen, nnx
+from moe_jax.layers.trained_codes import fake_quantize
 from moe_jax.nnx import ExpertsSpec
 from tests.support.jax import on_engines, running_on
 
@@ -137,7 +142,10 @@ REFUSED = {
     r"mxfp4 with mxfp4, got int8_g32 with int8": rule(weight_qtype=jnp.int8, act_qtype=jnp.int8, tile_size=32),
     r"act_static_scale .* got True": rule(weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True),
     r"LoRA on the experts.*examples/lora_jax.py": qwix.LoraRule(rank=2, alpha=1.0),
-    r"quantised training cannot reach": qwix.QtRule(weight_qtype=jnp.int8),
+    r"act_qtype of a QtRule must be None": qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8),
+    r"bwd_qtype of a QtRule must be None": qwix.QtRule(weight_qtype=jnp.int8, bwd_qtype=jnp.int8),
+    r"disable_channelwise_axes of a QtRule": qwix.QtRule(weight_qtype=jnp.int8, disable_channelwise_axes=True),
+    r"weight_calibration_method of a QtRule": qwix.QtRule(weight_qtype=jnp.int8, weight_calibration_method="minmax"),
 }
 
 
@@ -149,15 +157,90 @@ def test_rules_that_cannot_be_followed_are_refused(message: str) -> None:
         quantized(Model(flax_nnx.Rngs(0)), REFUSED[message])
 
 
-def test_quantised_training_and_abstract_models_are_refused() -> None:
-    with running_on("reference"):
-        provider = qwix.QtProvider([RULES["int8_row"]])
-        with pytest.raises(Unsupported, match=r"quantised training cannot reach .* module_path"):
-            qwix.quantize_model(Model(flax_nnx.Rngs(0)), provider, tokens())
-        with pytest.raises(Unsupported, match=r"computes on the host"):
-            flax_nnx.eval_shape(lambda: quantized(Model(flax_nnx.Rngs(0)), RULES["int8_row"]))
+def test_abstract_models_and_other_rules_are_refused() -> None:
+    with running_on("reference"), pytest.raises(Unsupported, match=r"computes on the host"):
+        flax_nnx.eval_shape(lambda: quantized(Model(flax_nnx.Rngs(0)), RULES["int8_row"]))
     with pytest.raises(InvalidInput, match=r"rule must be a qwix.QuantizationRule, got str"):
         layers.scheme_of_rule("int8")
+
+
+TRAINED = ("int8_row", "int4_row", "int8_g32", "int4_g64", "fp8_channel", "mxfp8", "mxfp4")
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_values_have_the_bits_of_quantised_ones(name: str, layout: str) -> None:
+    format, random = format_named(name), np.random.default_rng(0)
+    weight = random.standard_normal((5, 128, 192)) * np.exp(3 * random.standard_normal((5, 128, 192)))
+    weight[0, :, 3] = weight[1, 5] = 0
+    weight[2, 7, 9], weight[3, 1, 1], weight[4] = np.nan, np.inf, weight[4] * 1e-20
+    for dtype in (jnp.float32, jnp.bfloat16):
+        array = jnp.asarray(weight, dtype)
+        wanted = dequantize(quantize(np.asarray(array), format, layout=layout), str(array.dtype))
+        for call in (fake_quantize, jax.jit(fake_quantize, static_argnums=(1, 2))):
+            got = call(array, format, layout)
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+        slope = jax.grad(lambda array: fake_quantize(array, format, layout).sum())(array)
+        np.testing.assert_array_equal(np.asarray(slope, np.float32), 1)
+
+
+@pytest.mark.parametrize("name", ["int8_row", "int4_g32", "mxfp4"])
+def test_quantised_training_ends_in_the_weights_that_it_trained(name: str) -> None:
+    """Experts train through the values that PtqProvider gives them afterwards, in NNX and Linen, with gradients of
+    those values."""
+    chosen, x = (RULES | {"mxfp4": MX4["mxfp4_w4a16"]})[name], tokens()
+    with running_on("reference"):
+        model = Model(flax_nnx.Rngs(0))
+        trained = qwix.quantize_model(model, qwix.QtProvider([dataclasses.replace(chosen, module_path="moe")]), x)
+        optimizer = flax_nnx.Optimizer(trained, optax.adam(1e-2), wrt=flax_nnx.Param)
+
+        @flax_nnx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.square(model(x) - x).mean())(model)
+            optimizer.update(model, gradients)
+            return loss
+
+        losses = [float(step(trained, optimizer)) for _ in range(6)]
+        assert losses[-1] < losses[0]
+        scheme, layer = layers.scheme_of_rule(chosen), nnx.MoE(D, F, E, K, rngs=flax_nnx.Rngs(0))
+        assert scheme is not None
+        flax_nnx.update(layer, flax_nnx.state(trained.moe, flax_nnx.Param))
+        held, h = layer.parameters(), trained.inner(x)
+        values = layers.fake_quantized(held, layer.spec, scheme)
+        layer.quantize_experts(scheme)
+        for matrix in ("wi_0", "wi_1", "wo"):
+            tensor = QuantizedTensor(QuantizedSpec(scheme.weights, "in_out"), **layer.parameters()[matrix])
+            np.testing.assert_array_equal(values[matrix], moe_jax.dequantize(tensor))
+        y = trained(x)
+        np.testing.assert_allclose(layer(h), y, atol=1e-5)
+
+        def loss(parameters: Any) -> jax.Array:
+            return jnp.square(layers.forward(parameters, h, nnx.MoE(D, F, E, K, rngs=flax_nnx.Rngs(0)).spec)).sum()
+
+        wanted = jax.grad(loss)(values)
+        found = flax_nnx.grad(lambda model: jnp.square(model(x)).sum())(trained).moe
+        for matrix in ("wi_0", "wi_1", "wo"):
+            np.testing.assert_array_equal(found[matrix].get_value(), wanted[matrix])
+        twin = qwix.quantize_model(linen.MoE(D, F, E, K), qwix.QtProvider([chosen]))
+        np.testing.assert_array_equal(twin.apply({"params": held}, h), y)
+
+
+def test_quantised_training_on_a_mesh() -> None:
+    """Experts and inputs of experts split over devices, automatic and explicit axes: the numbers of one device."""
+    chosen, x = RULES["int8_g32"], tokens().repeat(2, axis=0)[:8]
+    with running_on("reference"):
+        layer = nnx.MoE(D, F, E, K, rngs=flax_nnx.Rngs(0))
+        trained = qwix.quantize_model(layer, qwix.QtProvider([chosen]), x)
+        loss = lambda model, x: jnp.square(model(x)).sum()  # noqa: E731
+        y, wanted = trained(x), flax_nnx.grad(loss)(trained, x)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = jax.make_mesh((4,), ("ep",), axis_types=(kind,))
+            spread = qwix.quantize_model(layer, qwix.QtProvider([chosen]), x)
+            spread.parallelize(mesh)
+            with jax.set_mesh(mesh):
+                np.testing.assert_array_equal(jax.jit(lambda model, x: model(x))(spread, x), y)
+                found = flax_nnx.jit(flax_nnx.grad(loss), graph_updates=False)(spread, x)
+            np.testing.assert_array_equal(found.wo.get_value(), wanted.wo.get_value())
 
 
 def test_linen_says_what_to_do_and_that_works() -> None:
