@@ -16,6 +16,7 @@ from moe_core.ops.matmul.grouped import require_grouped
 from moe_core.specs.matmul import MatmulSpec
 from moe_jax.autodiff.stages import run_contraction, run_grouped_mm
 from moe_jax.bridge.calls import Array, dtype_name, require_array
+from moe_jax.bridge.mesh import over_rows
 
 #: True: fp32 products may round their operands to TF32.
 _PRECISIONS = {
@@ -47,7 +48,7 @@ def ragged_dot(
             IEEE.
         preferred_element_type: dtype of the result, bf16, fp16 or fp32. None: that of lhs.
         group_offset: int32 `[1]`, the group that the first matrix of rhs belongs to.
-        out_sharding: None. Call inside `jax.shard_map`.
+        out_sharding: None. On a mesh the rows of lhs are split over its axes, with whole rhs, as in `moe`.
 
     Returns:
         `[M, N]`.
@@ -105,7 +106,7 @@ def ragged_dot_general(
         left, right = lhs if rows == 0 else lhs.T, rhs if of_rhs == 0 else rhs.T
         _check(left.T, right, *groups, form="[m, n]")
         out_dtype = _out_dtype(preferred_element_type, lhs)
-        return run_contraction(left, right, groups, allow_tf32=_tf32(precision), out_dtype=out_dtype)
+        return _contracted(left, right, *groups, allow_tf32=_tf32(precision), out_dtype=out_dtype)
     if tuple(axis % 3 for axis in numbers.rhs_group_dimensions) != (0,) or of_rhs not in (1, 2) or rhs.ndim != 3:
         raise Unsupported(
             f"rhs must be [g, k, n] or [g, n, k] with group dimension 0, got {rhs.shape} and {numbers}; transpose it"
@@ -149,7 +150,29 @@ def _product(
     _check(lhs, in_out, *groups, form="[groups, k, n]")
     layout, out_dtype = "out_in" if transposed else "in_out", _out_dtype(dtype, lhs)
     spec = MatmulSpec(layout, out_dtype=out_dtype, allow_tf32=_tf32(precision))
-    return run_grouped_mm(lhs, rhs, groups, spec)
+    return _multiplied(lhs, rhs, *groups, spec)
+
+
+@over_rows("lhs", sizes="group_sizes")
+def _multiplied(lhs: Array, rhs: Array, group_sizes: Array, group_offset: Array | None, spec: MatmulSpec) -> jax.Array:
+    return run_grouped_mm(lhs, rhs, (group_sizes, group_offset), spec)
+
+
+@over_rows("lhs", "rhs", sizes="group_sizes", total="over")
+def _contracted(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    group_offset: Array | None,
+    *,
+    allow_tf32: bool,
+    out_dtype: str | None,
+    over: tuple[str, ...] = (),
+) -> jax.Array:
+    """over: mesh axes of the rows, whose fp32 sums are added before the one cast."""
+    wide = "float32" if over and lhs.dtype in (jnp.bfloat16, jnp.float16) else out_dtype
+    result = run_contraction(lhs, rhs, (group_sizes, group_offset), allow_tf32=allow_tf32, out_dtype=wide)
+    return jax.lax.psum(result, over).astype(out_dtype or lhs.dtype) if over else result
 
 
 def _out_dtype(dtype: Any, lhs: Array) -> str | None:
@@ -162,7 +185,7 @@ def _out_dtype(dtype: Any, lhs: Array) -> str | None:
 
 def _refuse_sharding(out_sharding: Any) -> None:
     if out_sharding is not None:
-        raise Unsupported(f"out_sharding must be None, got {out_sharding}; call inside jax.shard_map")
+        raise Unsupported(f"out_sharding must be None, got {out_sharding}; leave it out: rows stay where they are")
 
 
 def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, *, form: str) -> None:

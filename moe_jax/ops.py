@@ -5,8 +5,9 @@ program holds one custom call per op. vmap over tokens with shared weights is on
 their gradients are one more. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: `moe`, `router`, `route`, `rms_norm` and `activation` open a `jax.shard_map` over the rows of their
-  first argument, with whole weights. Call the others on local parts inside one. Elsewhere they raise Unsupported.
+- Several devices: `moe`, `router`, `route`, `rms_norm`, `activation`, `ragged_dot`, `ragged_dot_general` and `gmm` open
+  a `jax.shard_map` over the rows of their first argument, with whole weights. Call the others on local parts inside
+  one. Elsewhere they raise Unsupported.
 - Derivatives: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`,
   `reduce`, `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other ops raise Unsupported, and so do
   forward mode and second derivatives with quantised weights.

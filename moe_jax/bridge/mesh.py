@@ -7,8 +7,8 @@
   repeat the call.
 - Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
   JAX adds up those of whole arrays over the token axes, since an op is differentiated inside the shard_map.
-- Ops whose rows are independent are split in the same way. Others read a layout, which is that of one device's tokens,
-  and are refused.
+- Ops whose rows are independent are split in the same way, and products of groups of consecutive rows, of which each
+  device has some. Others read a layout, which is that of one device's tokens, and are refused.
 - Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
 """
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -223,23 +224,41 @@ def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: 
 
 @dataclass(frozen=True)
 class _OnRows:
-    """An op on each device's rows, a key of jit's cache. summed: results of all rows."""
+    """An op on each device's rows, a key of jit's cache. summed: results of all rows. grouped: the first argument and
+    that with the sizes of its groups."""
 
     op: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
     over: Names
     summed: Names
+    grouped: tuple[str, str] | None = None
 
     def __call__(self, arrays: dict[str, Any]) -> Any:
+        if self.grouped is not None and self.over:
+            x, sizes = self.grouped
+            arrays = arrays | {sizes: _here(arrays[sizes], arrays[x].shape[0], self.over)}
         result = self.op(**arrays, **dict(self.options))
         if not self.summed or not self.over:
             return result
         return result._replace(**{name: jax.lax.psum(getattr(result, name), self.over) for name in self.summed})
 
 
-def over_rows(*rows: str, summed: Names = ()) -> Callable[[_Op], _Op]:
+def _here(sizes: jax.Array, rows: int, over: Names) -> jax.Array:
+    """The rows of each group among those of this device."""
+    first = jax.lax.axis_index(over) * rows
+    ends = jnp.clip(jnp.cumsum(sizes) - first, 0, rows).astype(sizes.dtype)
+    return jnp.diff(ends, prepend=jax.lax.full_like(ends[:1], 0))
+
+
+def over_rows(
+    *rows: str, summed: Names = (), sizes: str | None = None, total: str | None = None
+) -> Callable[[_Op], _Op]:
     """Decorate an op that may run on each device's rows alone: arguments with rows, the first one x `[T, N]`, and
-    results that count over all of them. Bundles have rows as their fields say."""
+    results that count over all of them. Bundles have rows as their fields say.
+
+    sizes: the argument with the sizes of groups of consecutive rows. total: the option for the token axes over which
+    the op itself sums its result.
+    """
 
     def decorate(op: _Op) -> _Op:
         signature = inspect.signature(op)
@@ -251,7 +270,7 @@ def over_rows(*rows: str, summed: Names = ()) -> Callable[[_Op], _Op]:
             if not _is_on_mesh(x):
                 return op(*arrays, **options)
             given = signature.bind(*arrays, **options).arguments
-            return _spread(op, x, given, rows, summed)
+            return _spread(op, x, given, rows, (summed, sizes, total))
 
         return cast(_Op, spread)
 
@@ -266,7 +285,8 @@ def _is_on_mesh(x: Any) -> bool:
     return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.size > 1
 
 
-def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, summed: Names) -> Any:
+def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, of_rows: Any) -> Any:
+    summed, sizes, total = of_rows
     mesh = mesh_of(jax.tree.leaves(given))
     if mesh is None or x.ndim != 2:
         return op(**given)
@@ -282,8 +302,9 @@ def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, 
             continue
         arrays[name] = value
         specs[name] = _specs_of(name, value, name in rows, split)
-    local = _OnRows(op, tuple(options), split.over, summed)
-    results = split.tokens
+    options += [(total, split.over)] if total else []
+    local = _OnRows(op, tuple(options), split.over, summed, sizes and (rows[0], sizes))
+    results = PartitionSpec() if total else split.tokens
     if summed:
         results = MoEOutput(*(PartitionSpec() if name in summed else split.tokens for name in MoEOutput._fields))
     return opened(local, split, results, (arrays, specs))

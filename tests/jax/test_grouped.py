@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision, RaggedDotDimensionNumbers
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moe_jax
@@ -148,3 +149,34 @@ def test_wrong_arguments() -> None:
     ):  # fmt: skip
         with pytest.raises(cast(Any, error), match=message):
             call()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_rows_of_a_mesh_are_multiplied_where_they_are(axes: tuple[str, ...], kind: AxisType) -> None:
+    """Products, gradients and contractions of rows on several devices have the numbers of one, in both orders."""
+    mesh = jax.make_mesh(
+        (2,) * len(axes), axes, axis_types=(kind,) * len(axes), devices=jax.devices("cpu")[: 2 ** len(axes)]
+    )
+    lhs, rhs, other = draw(32, 16, whole=True), draw(5, 16, 12, whole=True), draw(32, 12, whole=True)
+
+    def results(lhs: jax.Array, other: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda lhs, rhs: moe_jax.ragged_dot(lhs, rhs, sizes), lhs, rhs)
+        part = moe_jax.gmm(lhs, rhs[1:3], sizes, group_offset=jnp.ones(1, jnp.int32))
+        back = moe_jax.gmm(other, rhs, sizes, transpose_rhs=True)
+        return y, *pull(other), moe_jax.ragged_dot_general(lhs, other, sizes, CONTRACTION), part, back
+
+    with running_on("reference"):
+        for lengths in ((9, 9, 9, 9, 9), (0, 0, 32, 0, 0), (4, 0, 17, 2, 3)):
+            groups = jnp.asarray(lengths, jnp.int32)
+            wanted = results(lhs, other, rhs, groups)
+            split = jax.device_put((lhs, other), NamedSharding(mesh, P(axes)))
+            for call in (jax.jit(results), *([results] if kind == AxisType.Auto and lengths[2] == 32 else [])):
+                with jax.set_mesh(mesh):
+                    found: Any = call(split[0], split[1], rhs, groups)
+                for ours, one in zip(found, wanted, strict=True):
+                    np.testing.assert_array_equal(np.asarray(ours), np.asarray(one))
+            assert found[0].sharding.is_equivalent_to(split[1].sharding, 2)
+        halves = [side.astype(jnp.bfloat16) for side in split]
+        total = moe_jax.ragged_dot_general(halves[0], halves[1], groups, CONTRACTION)
+        assert total.dtype == jnp.bfloat16 and total.sharding.is_fully_replicated
