@@ -19,7 +19,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType
 
 import moe_jax
+from moe_core.checkpoint import read_adapter
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
+from moe_core.layers import MoELayerSpec
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_jax import InvalidInput, Unsupported, layers, linen, nnx
 from moe_jax.layers.trained_codes import fake_quantize
@@ -282,3 +284,47 @@ def test_a_layer_is_quantised_once() -> None:
         assert layer.spec.experts == dataclasses.replace(ExpertsSpec(), scheme=scheme)
         with pytest.raises(InvalidInput, match=r"experts must be plain to be quantised, got"):
             layer.quantize_experts(scheme)
+
+
+@pytest.mark.parametrize("product", ["einsum", "dot_general"])
+def test_adapters_of_einsum_and_dot_general(product: str) -> None:
+    """Qwix's factors of a model with batched products are read as they compute."""
+
+    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if product == "einsum":
+            return jnp.einsum("etd,edf->etf", x, weight)
+        return jax.lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,))))
+
+    class Experts(flax_nnx.Module):
+        def __init__(self, rngs: flax_nnx.Rngs) -> None:
+            shapes = {"wi_0": (E, D, F // 2), "wi_1": (E, D, F // 2), "wo": (E, F // 2, D)}
+            for name, shape in shapes.items():
+                setattr(self, name, flax_nnx.Param(jax.random.normal(rngs.params(), shape)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            hidden = multiply(x, self.wi_0[...]) + 2 * multiply(x, self.wi_1[...])
+            return multiply(hidden, self.wo[...])
+
+    class Whole(flax_nnx.Module):
+        def __init__(self, rngs: flax_nnx.Rngs) -> None:
+            self.layers = flax_nnx.List([Experts(rngs)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layers[0](x)
+
+    x, normal = jnp.ones((E, 3, D)), jax.nn.initializers.normal()
+    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=5.0, lora_b_initializer=normal)
+    model = qwix.apply_lora_to_model(Whole(flax_nnx.Rngs(0)), provider, x, rngs=flax_nnx.Rngs(1))
+    arrays = {
+        ".".join(map(str, path)): np.asarray(one[...]) for path, one in flax_nnx.to_flat_state(flax_nnx.state(model))
+    }
+    factors = {name: array for name, array in arrays.items() if "_lora_" in name}
+    spec = MoELayerSpec(D, F // 2, E, 2)
+    layer = read_adapter(factors, spec, packing="qwix", settings={"r": 2, "lora_alpha": 5}).layer(0)
+    gate_up, down = layer.pairs()["gate_up"], layer.pairs()["down"]
+    for expert in range(E):
+        first = np.concatenate([arrays[f"layers.0.wi_{is_up}"][expert] for is_up in (0, 1)], -1)
+        pre = np.asarray(x[expert]) @ (first + gate_up.change(expert))
+        hidden = pre[:, : F // 2] + 2 * pre[:, F // 2 :]
+        wanted = hidden @ (arrays["layers.0.wo"][expert] + down.change(expert))
+        np.testing.assert_allclose(model(x)[expert], wanted, rtol=1e-4, atol=1e-3)

@@ -14,8 +14,8 @@ from moe_core.base.checks import require_choice, require_kind
 from moe_core.base.files import file_writer, open_file, path_of, whole_file
 from moe_core.checkpoint.adapters.form import Adapter, AdapterBase, ExpertAdapter
 from moe_core.checkpoint.adapters.merge import verify_adapter
-from moe_core.checkpoint.adapters.packings import PACKINGS, pack, target_names, unpack
-from moe_core.checkpoint.adapters.settings import ROLES_SINCE, Settings
+from moe_core.checkpoint.adapters.packings import PACKINGS, VERSIONS, pack, packing_of, target_names, unpack
+from moe_core.checkpoint.adapters.settings import Settings
 from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.storage import read_tensor
 from moe_core.errors import InvalidInput, Unsupported
@@ -101,13 +101,13 @@ def _packing(packing: str | None, written: str | None, settings: Settings) -> st
         raise InvalidInput(f"packing must be {written}, which the file's metadata name, got {packing}; leave it out")
     if packing is not None or written is not None:
         return packing or written or ""
-    version = settings.peft_version
-    if version is None or not settings.target_parameters:
+    by_version = packing_of(settings)
+    if by_version is None or not settings.target_parameters:
         raise InvalidInput(
             f"packing must be named where neither the file nor peft_version with target_parameters names it, got None; "
             f"name one of {', '.join(PACKINGS)}"
         )
-    return "peft" if version >= ROLES_SINCE else "peft-0.18"
+    return by_version
 
 
 def write_adapter(path: str | os.PathLike[str], adapter: Adapter, *, packing: str = "peft") -> None:
@@ -133,9 +133,9 @@ def write_adapter(path: str | os.PathLike[str], adapter: Adapter, *, packing: st
         layers, settings = _anew(adapter, packing)
     else:
         settings = dict(adapter.settings)
-        version = Settings(settings).peft_version
-        if form.swapped or version is None or version < ROLES_SINCE:
-            settings["peft_version"] = "0.18.0" if form.swapped else ".".join(map(str, ROLES_SINCE))
+        written = packing_of(Settings(settings))
+        if written is None or PACKINGS[written].swapped != form.swapped:
+            settings["peft_version"] = _version(packing)
     tensors = dict(adapter.others)
     for name, layer in layers.items():
         tensors |= pack(name, layer, packing, adapter.base)
@@ -167,12 +167,17 @@ def _anew(adapter: Adapter, packing: str) -> tuple[dict[str, ExpertAdapter], dic
     settings |= {"peft_type": "LORA", "r": rank, "lora_alpha": _number(scales.pop() * rank), "inference_mode": True}
     if form.kind == "parameters":
         targets = [f"{path}.{adapter.names[name]}" for path, layer in layers.items() for name in layer.pairs()]
-        version = "0.18.0" if form.swapped else ".".join(map(str, ROLES_SINCE))
-        settings |= {"target_parameters": targets, "peft_version": version}
+        settings |= {"target_parameters": targets, "peft_version": _version(packing)}
         settings["target_modules"] = settings["target_modules"] or []
         for path, layer in layers.items():
             assert target_names(path, Settings(settings), base) == [adapter.names[name] for name in layer.pairs()]
     return layers, settings
+
+
+def _version(packing: str) -> str:
+    """A PEFT with the roles of a packing."""
+    same = [first for name, first in VERSIONS if PACKINGS[name].swapped == PACKINGS[packing].swapped]
+    return ".".join(map(str, max(same[0], (0, 18, 0))))
 
 
 def _number(alpha: float) -> float | int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_core.checkpoint.adapters.form import AdapterBase, ExpertAdapter, LoRAPair
-from moe_core.checkpoint.adapters.settings import ROLES_SINCE, Settings
+from moe_core.checkpoint.adapters.settings import Settings
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.convert import gate_place
 
@@ -22,14 +22,14 @@ class Packing(NamedTuple):
     """kind: `parameters` (PEFT's nested wrappers of 3-D parameters), `projections` (a module for each projection) or
     `qwix`.
 
-    b_order: of the columns of B, `expert_fastest` (j E + e) or `expert_slowest` (e r + j). swapped: on `[E, out, in]`
-    bases A has the outputs and B the inputs. stacked: projections without an expert's number have a leading axis E or
-    1.
+    b_order: of the columns of B, `expert_fastest` (j E + e) or `expert_slowest` (e r + j). swapped: storages of bases
+    on which A has the outputs and B the inputs. stacked: projections without an expert's number have a leading axis E
+    or 1.
     """
 
     kind: str
     b_order: str = "expert_fastest"
-    swapped: bool = False
+    swapped: tuple[str, ...] = ()
     stacked: bool = False
 
 
@@ -37,7 +37,8 @@ _PEFT = Packing("parameters")
 _EXPERT_SLOWEST = Packing("parameters", "expert_slowest")
 PACKINGS: Mapping[str, Packing] = {
     "peft": _PEFT,
-    "peft-0.18": Packing("parameters", swapped=True),
+    "peft-0.18": Packing("parameters", swapped=("out_in",)),
+    "peft-0.19.0": Packing("parameters", swapped=("out_in", "in_out")),
     "vllm-3d": _PEFT,
     "vllm-2d": Packing("projections"),
     "unsloth-old": _EXPERT_SLOWEST,
@@ -46,6 +47,8 @@ PACKINGS: Mapping[str, Packing] = {
     "megatron-bridge": Packing("projections", stacked=True),
     "qwix": Packing("qwix"),
 }
+#: PEFT's packings and their first versions.
+VERSIONS = (("peft", (0, 19, 1)), ("peft-0.19.0", (0, 19, 0)), ("peft-0.18", (0, 0, 0)))
 _PREFIX = "base_model.model."
 #: Names of parameters: the product, and the columns of its matrix.
 _PARAMETERS = {"gate_up_proj": "gate_up", "gate_up": "gate_up", "down_proj": "down", "down": "down"}
@@ -57,6 +60,14 @@ _OF_PROJECTION = re.compile(
 )
 _OF_QWIX = re.compile(r"(?P<path>.+)[./](?P<name>\w+)_lora_(?P<side>[ab])")
 Tensors = Mapping[str, np.ndarray]
+
+
+def packing_of(settings: Settings) -> str | None:
+    """PEFT's packing by its version. None: not written, or of a development between two of them."""
+    version = settings.peft_version
+    if version is None or ("dev" in str(settings.entries["peft_version"]) and version <= (0, 19, 1)):
+        return None
+    return next(name for name, first in VERSIONS if version >= first)
 
 
 class Unpacked(NamedTuple):
@@ -130,28 +141,27 @@ def _pair_of(
 ) -> LoRAPair:
     (label, form), experts, rank = packing, base.num_experts, settings.rank(name)
     inputs, outputs = base.sizes(product)
-    swapped = form.swapped and base.weight_layout == "out_in"
+    swapped = base.weight_layout in form.swapped
     wanted = ((experts * rank, outputs), (inputs, experts * rank))
     straight = ((experts * rank, inputs), (outputs, experts * rank))
     if (a.shape, b.shape) != (wanted if swapped else straight):
         other = straight if swapped else wanted
         hint = "correct r, the base or the packing"
         if (a.shape, b.shape) == other:
-            hint = f"these are the roles of {'peft' if swapped else 'peft-0.18'}: name that packing"
+            others = [name for name, _ in VERSIONS if (base.weight_layout in PACKINGS[name].swapped) != swapped]
+            hint = f"these are the roles of {' or '.join(others)}: name that packing"
         shapes = wanted if swapped else straight
         raise InvalidInput(
             f"lora_A and lora_B of {name} must be {list(shapes[0])} and {list(shapes[1])} (rank {rank}, {experts} "
             f"experts, packing {label}), got {list(a.shape)} and {list(b.shape)}; {hint}"
         )
-    version = settings.peft_version
-    if inputs == outputs and base.weight_layout == "out_in" and version is not None:
-        by_version = version < ROLES_SINCE
-        if by_version != form.swapped:
-            raise InvalidInput(
-                f"the roles of lora_A and lora_B of {name} must be decided where inputs and outputs are both {inputs}, "
-                f"got the packing {label} and peft_version {settings.entries['peft_version']!r}, which disagree; "
-                "correct one of them"
-            )
+    written = packing_of(settings) if inputs == outputs else None
+    if written is not None and (base.weight_layout in PACKINGS[written].swapped) != swapped:
+        raise InvalidInput(
+            f"the roles of lora_A and lora_B of {name} must be decided where inputs and outputs are both {inputs}, got "
+            f"the packing {label} and peft_version {settings.entries['peft_version']!r}, which disagree; correct one "
+            "of them"
+        )
     rows, columns = a.reshape(experts, rank, -1), _apart(b, experts, rank, form.b_order)
     # Swapped: A's rows are b, and B's columns are a.
     a, b = (columns.swapaxes(1, 2), rows) if swapped else (rows.swapaxes(1, 2), columns)
@@ -218,7 +228,8 @@ def _stacked_pair(
                 "correct the base or save the adapter again"
             )
         if None in keys:
-            whole = arrays[0]
+            # Qwix's einsum shares B between experts.
+            whole = arrays[0][None] if form.kind == "qwix" and arrays[0].ndim == 2 else arrays[0]
             if whole.ndim != 3 or len(whole) not in (1, experts):
                 raise InvalidInput(
                     f"lora_{side} of {name} must be [{experts} or 1, ...], got {list(whole.shape)}; correct the packing"
@@ -289,7 +300,7 @@ def pack(path: str, adapter: ExpertAdapter, packing: str, base: AdapterBase) -> 
     if form.kind == "parameters":
         for position, pair in enumerate(pairs.values()):
             root = f"{_PREFIX}{path}{'.base_layer' * (len(pairs) - 1 - position)}"
-            swapped = form.swapped and base.weight_layout == "out_in"
+            swapped = base.weight_layout in form.swapped
             rows, columns = (pair.b, pair.a.swapaxes(1, 2)) if swapped else (pair.a.swapaxes(1, 2), pair.b)
             yield f"{root}.lora_A.weight", np.ascontiguousarray(rows).reshape(-1, rows.shape[-1])
             yield f"{root}.lora_B.weight", _together(columns, form.b_order)

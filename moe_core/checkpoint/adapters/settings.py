@@ -22,8 +22,6 @@ _HISTORY += ("qalora_group_size",)
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Literal text, with the regular expressions that patterns of ranks use.
 _PATTERN = re.compile(r"\^?(?:[\w.|-]|\\\.|\\d\+?|\.\*)*")
-#: The first PEFT that gives A the inputs of [E, out, in] weights.
-ROLES_SINCE = (0, 19, 1)
 
 
 class Settings:

@@ -77,6 +77,7 @@ def in_qwix(wanted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 WRITTEN = {
     "peft": nested,
     "peft-0.18": lambda wanted: nested(wanted, swapped=True),
+    "peft-0.19.0": lambda wanted: nested(wanted, swapped=True),
     "vllm-3d": nested,
     "vllm-2d": projections,
     "unsloth-old": lambda wanted: nested(wanted, "slowest"),
@@ -106,7 +107,7 @@ def test_every_packing(packing: str, tmp_path: Path) -> None:
     assert WRITTEN.keys() == PACKINGS.keys()
     wanted = factors(base())
     tensors = WRITTEN[packing](wanted)
-    version = {"peft_version": "0.18.1"} if packing == "peft-0.18" else {}
+    version = {"peft_version": f"{packing[5:]}.0"[:6]} if packing.startswith("peft-") else {}
     adapter = read(tensors, packing=packing, settings=version)
     assert_canonical(adapter.layer(7), wanted)
     write_adapter(tmp_path / "new", adapter, packing=packing)
@@ -141,16 +142,17 @@ def test_planted_order_is_another_adapter() -> None:
     assert np.array_equal(np.sort(wrong.layer(7).gate_up.b, None), np.sort(right.gate_up.b, None))
 
 
-def test_in_out_bases_were_never_swapped() -> None:
+def test_in_out_bases_were_swapped_in_one_version() -> None:
     wanted, spec = factors(base()), base("in_out")
-    for packing in ("peft", "peft-0.18"):
-        assert_canonical(read(nested(wanted), spec, packing).layer(7), wanted)
+    for version in ("0.18.1", "0.19.0", "0.19.1"):
+        tensors = nested(wanted, swapped=version == "0.19.0")
+        assert_canonical(read(tensors, spec, None, settings={"peft_version": version}).layer(7), wanted)
 
 
 def test_roles_are_told_by_shapes_or_version() -> None:
     spec = base(d_model=4)  # down has as many inputs as outputs
     wanted = factors(spec)
-    with pytest.raises(InvalidInput, match=r"roles .* peft-0.18: name that packing"):
+    with pytest.raises(InvalidInput, match=r"roles of peft-0.19.0 or peft-0.18: name that packing"):
         read(nested(factors(base()), swapped=True))
     with pytest.raises(InvalidInput, match="roles of peft: name that packing"):
         read(nested(factors(base())), packing="peft-0.18", settings={"peft_version": "0.18.0"})
@@ -165,7 +167,9 @@ def test_roles_are_told_by_shapes_or_version() -> None:
     assert_canonical(adapter.layer(7), wanted)
 
 
-@pytest.mark.parametrize("settings", [{"peft_version": None}, {"target_parameters": None}])
+@pytest.mark.parametrize(
+    "settings", [{"peft_version": None}, {"target_parameters": None}, {"peft_version": "0.18.2.dev0"}]
+)
 def test_a_packing_is_never_guessed(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"packing must be named .* got None; name one of peft, peft-0.18"):
         read(nested(factors(base())), packing=None, settings=settings)
