@@ -28,6 +28,11 @@ from moe_core.layers.around import LayerPart
 from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.specs import ExpertWeights, MoESpec, RouterWeights, SharedExpert
 
+NO_SHARED_EXPERT = (
+    "layers are read without the shared experts of config.json: no file holds a tensor of one. Other loaders, such as "
+    "transformers, fill theirs with random numbers"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class MoELayer:
@@ -131,7 +136,8 @@ class Checkpoint:
         """Read the tensors of one MoE layer; progress is called as bytes arrive.
 
         Everything is checked against config.json before the first weight is read. Warns, as MoELayer.notes say, of
-        experts that are dequantised and of activations that stay plain. allow_bad_scales: take scales that are NaN,
+        experts that are dequantised, of activations that stay plain, and of shared experts that config.json has but no
+        layer in the files. allow_bad_scales: take scales that are NaN,
         infinite or 0. Raises InvalidInput for a layer out of range or without experts, missing tensors, shapes or
         dtypes that disagree, and such scales; Unsupported for quantised tensors that config.json does not describe.
         """
@@ -192,6 +198,8 @@ class Checkpoint:
             architecture, names, self.quantization, self.index, reader, dtype, allow_bad_scales
         )
         _refuse_unread(self.index, names, layout.stacks, reader)
+        if architecture.lacks_shared:
+            return dataclasses.replace(layout, notes=(*layout.notes, NO_SHARED_EXPERT))
         return layout
 
     def block(self, layer: int) -> str:
@@ -220,6 +228,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     quantization = read_quantization(settings, config.model_type, config.settings)
     index = find_tensors(directory)
     quantization = gguf_quantization() if index.is_gguf else quantization
+    if architecture.shared_d_ff and not any("share" in name or "shexp" in name for name in index.files):
+        architecture = architecture.without_shared()
     facts = (config.settings, architecture, index, quantization, config.nested)
     checkpoint = Checkpoint(directory, config.model_type, *facts)
     # Settings of experts that cannot be read raise here; those of other matrices do not matter.

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from moe_core.base.arrays import ALIGNMENT
-from moe_core.checkpoint import MoELayer, ReadProgress, open_checkpoint
+from moe_core.checkpoint import MoELayer, ReadProgress, convert_checkpoint, open_checkpoint
 from moe_core.checkpoint import storage as storage_module
+from moe_core.checkpoint.families import FAMILIES as FAMILIES_READ
+from moe_core.checkpoint.layer import NO_SHARED_EXPERT
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.formats import MXFP8
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import named_arrays
+from moe_core.tools.doctor.checkpoint import examine
+from moe_core.tools.doctor.loaders import TRANSFORMERS
 from tests.support.checkpoint_files import (
     FAMILIES,
     LAYERS,
@@ -187,3 +193,43 @@ def test_biases_may_be_fp32_beside_bfloat16_weights(tmp_path):
     layer = open_checkpoint(write(tmp_path, config_of("gpt_oss"), {0: tensors.stored})).layer(0)
     assert layer.dtype == "bfloat16"
     assert layer.experts.down_bias.dtype == layer.experts.gate_up_bias.dtype == np.float32
+
+
+# Shared experts
+
+
+def test_files_without_any_shared_expert(tmp_path):
+    """They are read without, named by a warning and by the doctor, and refused for transformers. One layer's absence is
+    an error."""
+    layers = {layer: layer_tensors("deepseek_v3", layer) for layer in (1, 2)}
+    bare = {n: {name: a for name, a in one.stored.items() if "shared" not in name} for n, one in layers.items()}
+    path = write(tmp_path / "bare", config_of("deepseek_v3"), bare)
+    checkpoint = open_checkpoint(path)
+    with pytest.warns(UserWarning, match="without the shared experts of config.json: no file holds a tensor of one"):
+        layer = checkpoint.layer(2)
+    expected = {name: array for name, array in layers[2].expected.items() if not name.startswith("shared.")}
+    assert_arrays(layer, expected)
+    assert layer.shared is None and layer.spec.shared_activation is None and checkpoint.architecture.shared_d_ff == 0
+    assert layer.notes == (NO_SHARED_EXPERT,) == examine(str(path)).notes
+    says = "fills the shared experts with random numbers and reports missing keys: no file holds one"
+    assert (TRANSFORMERS, says, (1, 2)) in examine(str(path)).loaders
+    for format in ("float32", MXFP8):
+        with (
+            pytest.warns(UserWarning, match="read without the shared experts"),
+            pytest.raises(Unsupported, match=r"transformers loads for deepseek_v3.*none of the shared experts"),
+        ):
+            convert_checkpoint(path, tmp_path / "refused", format)
+    with pytest.warns(UserWarning, match="read without the shared experts"):
+        convert_checkpoint(path, tmp_path / "made", "float32", loader="moebius")
+    with pytest.warns(UserWarning, match="read without the shared experts"):
+        assert open_checkpoint(tmp_path / "made").layer(2).shared is None
+    path = write(tmp_path / "one", config_of("deepseek_v3"), bare | {1: layers[1].stored})
+    open_checkpoint(path).layer(1)
+    with pytest.raises(InvalidInput, match=r"must hold the tensor .*layers.2.mlp.shared_experts.gate_proj.weight"):
+        open_checkpoint(path).layer(2)
+
+
+def test_shared_experts_are_known_by_their_names():
+    """`open_checkpoint` looks for `share` in any tensor's name."""
+    namings = [one for family in FAMILIES_READ.values() for one in (family.naming, family.alone) if one is not None]
+    assert all("share" in name for naming in namings for names in naming.shared for name in names)

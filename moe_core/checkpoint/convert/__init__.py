@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from moe_core.checkpoint.convert.stream import BITS, HEADERS, Made, Stream, Tens
 from moe_core.checkpoint.convert.target import LOADERS as LOADERS
 from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.convert.whole import whole_units
-from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
+from moe_core.checkpoint.layer import NO_SHARED_EXPERT, Checkpoint, open_checkpoint
 from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.storage import FLOATING, StackReader
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES
@@ -130,6 +131,8 @@ def convert_checkpoint(
         raise InvalidInput(
             f"source must hold safetensors to be converted, got GGUF in {checkpoint.path}; read its layers"
         )
+    if checkpoint.architecture.lacks_shared:
+        warnings.warn(f"{checkpoint.path}: {NO_SHARED_EXPERT}", stacklevel=2)
     with StackReader(checkpoint.index) as reader:
         conversion = _Conversion(checkpoint, reader, format, loader, allow_not_finite)
         named = [path for path in checkpoint.path.iterdir() if path.suffix in _SIDE_FILES]

@@ -56,10 +56,9 @@ class Target:
         require_choice("loader", loader, LOADERS)
         if isinstance(format, str):
             require_choice("format", format, (*dtypes.MATMUL_DTYPES, NVFP4.name))
-            if format != NVFP4.name:
-                return cls(architecture, family, None, format, None)
             packing = nvfp4(compressed_settings("nvfp4-pack-quantized", _NVFP4), modelopt=False)
-            target = cls(architecture, family, NVFP4, dtype, packing)
+            plain = cls(architecture, family, None, format, None)
+            target = plain if format != NVFP4.name else cls(architecture, family, NVFP4, dtype, packing)
         else:
             interleaved = family == "gpt_oss" and format.element == "e2m1"
             packing = packing_for(format, interleaved, loader == "moebius")
@@ -112,6 +111,8 @@ class Target:
     def why_not_transformers(self) -> str | None:
         """Why transformers 5.23 does not load these files, or None."""
         packing, format = self.packing, self.format
+        if self.architecture.lacks_shared:
+            return "the files hold none of the shared experts of config.json, which it would fill with random numbers"
         if packing is None or format is None or packing.method == "mxfp4":
             return None
         compressed = packing.method == "compressed-tensors"

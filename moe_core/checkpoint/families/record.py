@@ -157,6 +157,7 @@ class Architecture:
     shared_d_ff: of the shared experts together, 0 = none. spec: weights in the family's fused storage, which per-expert
     storage is stacked into. layer_activations: of layers that differ from `spec`. tables: see `Family`. input_noise: in
     training, the block multiplies what it takes by uniform numbers from 1 - input_noise to 1 + input_noise.
+    lacks_shared: the files hold no shared expert although the settings have one.
     """
 
     num_layers: int
@@ -178,6 +179,11 @@ class Architecture:
     vocab_size: int = 0
     sparse_mixer: float | None = None
     input_noise: float = 0.0
+    lacks_shared: bool = False
+
+    def without_shared(self) -> Architecture:
+        """The layers as files without any shared expert hold them."""
+        return replace(self, shared_d_ff=0, spec=replace(self.spec, shared_activation=None), lacks_shared=True)
 
     @property
     def expert_width(self) -> int:

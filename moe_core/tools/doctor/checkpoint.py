@@ -240,6 +240,7 @@ def _facts(checkpoint: Checkpoint, layer: int, layouts: Mapping[int, Layout], ro
         any(part.field == "zero_points" for packing in packings.values() for part in packing.components),
         any("gate and up have scales that differ" in row.scales for row in rows if row.layer == layer),
         all(packing.scheme is None or packing.scheme.activations is None for packing in packings.values()),
+        checkpoint.architecture.lacks_shared,
     )
 
 

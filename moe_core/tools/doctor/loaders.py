@@ -20,6 +20,7 @@ class Facts:
 
     splits: gate, up and down of an expert are stored alike. fused_only: the family has no experts one by one.
     other_layers: some layers are plain, others quantised. scales_differ: one scale per matrix, other for gate and up.
+    lacks_shared: the files hold none of the shared experts of config.json.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Facts:
     zero_points: bool
     scales_differ: bool
     weight_only: bool
+    lacks_shared: bool
 
     @property
     def mixed(self) -> bool:
@@ -48,6 +50,8 @@ Rule = tuple[tuple[str, ...], Callable[[Facts], bool], str]
 _IS_COMPRESSED = "compressed-tensors"
 
 _RULES: tuple[Rule, ...] = (
+    ((TRANSFORMERS,), lambda f: f.lacks_shared,
+        "fills the shared experts with random numbers and reports missing keys: no file holds one"),
     ((TRANSFORMERS,), lambda f: f.method == _IS_COMPRESSED and f.one_by_one and f.fused_only,
         "leaves the experts at random numbers, without an error: it reads no experts one by one in this family"),
     ((TRANSFORMERS,), lambda f: f.method == _IS_COMPRESSED and f.all_are("nvfp4"),
