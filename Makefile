@@ -13,8 +13,8 @@ KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_fo
 	norm/test_norm.py moe/test_forward.py router/test_forward.py routing/test_topk.py routing/test_layout.py \
 	routing/test_route_and_layout.py moe/test_fuse.py routing/test_bitmatrix.py activation/test_backward.py \
 	routing/test_backward.py matmul/test_weight_gradient.py matmul/test_backward.py moe/test_backward.py \
-	matmul/quantized/test_matmul.py quantize/test_rows.py exchange/test_send_tables.py exchange/test_receive_tables.py \
-	exchange/test_places.py exchange/test_take.py exchange/test_exchange.py exchange/test_direct.py)
+	matmul/quantized/test_matmul.py quantize/test_rows.py lora/test_lora.py exchange/test_send_tables.py \
+	exchange/test_receive_tables.py exchange/test_places.py exchange/test_take.py exchange/test_exchange.py exchange/test_direct.py)
 GATE_TESTS := tests/runtime/test_compile_gate.py tests/ops/moe/test_pdl.py::test_faults_of_the_order_are_found
 HOPPER_TESTS := tests/ops/matmul/sm90 tests/ops/matmul/sm90_packed
 LAYER_TESTS := $(addprefix tests/torch/training/,test_moe.py test_quantized.py test_capacity.py) tests/modular/test_kernel.py \

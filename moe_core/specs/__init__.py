@@ -11,6 +11,7 @@ from moe_core.specs.norm import NormSpec as NormSpec
 from moe_core.specs.operands import LAYOUT_INPUTS as LAYOUT_INPUTS
 from moe_core.specs.operands import ExpertWeights as ExpertWeights
 from moe_core.specs.operands import LayoutArrays as LayoutArrays
+from moe_core.specs.operands import LoRAFactors as LoRAFactors
 from moe_core.specs.operands import MatmulOperands as MatmulOperands
 from moe_core.specs.operands import MoEOperands as MoEOperands
 from moe_core.specs.operands import OutputGradients as OutputGradients

@@ -39,6 +39,8 @@ class MoESpec:
             their attribute `main_grad` and returns none for them.
         rows_in_order: each token has one expert, given by ascending ids with -1 after them, as `layout_of_runs` gives.
             The output is product 2's rows without a copy, and rows without an expert hold anything.
+        lora_dropout: probability in [0, 1) with which adapters' factors A read zero instead of an element of their
+            input, and the others are divided by 1 - lora_dropout. For training, with `LoRAFactors.seed`.
         row_limit: bounds the rows of given ids with many -1, as `route_rounded` makes them. See `RowLimit`; slots past
             it contribute zeros.
     """
@@ -59,8 +61,11 @@ class MoESpec:
     shared_activation: Activation | None = None
     rows_in_order: bool = False
     row_limit: RowLimit | None = None
+    lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.lora_dropout < 1:
+            raise InvalidInput(f"lora_dropout must be in [0, 1), got {self.lora_dropout}; pass a probability")
         require_kind("row_limit", self.row_limit, RowLimit, optional=True)
         if self.row_limit is not None and (self.router is not None or self.rows_in_order):
             name = "router" if self.router is not None else "rows_in_order"

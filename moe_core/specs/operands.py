@@ -165,15 +165,39 @@ class SharedExpert:
     gate: Any = None
 
 
+@dataclass(frozen=True)
+class LoRAFactors:
+    """Low-rank factors of S adapters of the experts. Equations: docs/user/lora.md.
+
+    Args:
+        a1: `[S, E, D, R]` and b1 `[S, E, R, N]`, both or neither: added to matmul 1. N and its order are those of
+            gate_up, with `up` gate columns, then up. An axis E of 1: shared by all experts.
+        a2: `[S, E, F, Q]` and b2 `[S, E, Q, D]`: added to matmul 2. R and Q are multiples of 16. Any matmul dtypes;
+            cast to the dtype of x.
+        scale: fp32 `[S, E]`, such as alpha / rank.
+        ranks: int32 `[S, E]`, the columns in use, at most the larger of R and Q. 0: no adapter. Others count as zeros.
+        seed: int32 `[1]` on the device, for `MoESpec.lora_dropout`.
+    """
+
+    a1: Any = None
+    b1: Any = None
+    a2: Any = None
+    b2: Any = None
+    scale: Any = None
+    ranks: Any = None
+    seed: Any = None
+
+
 #: Arguments of ops, and so pytrees.
-BUNDLES = (ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK)
+BUNDLES = (ExpertWeights, LoRAFactors, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK)
 
 
 @dataclass(frozen=True)
 class MoEOperands:
     """The arrays of one MoE, for `moe_core.ops.moe.forward.plan_moe`.
 
-    x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`.
+    x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`;
+    adapter_ids int32 `[T]`, with lora: each token's adapter, -1 = none.
     """
 
     x: Any
@@ -182,6 +206,8 @@ class MoEOperands:
     token_mask: Any = None
     expert_map: Any = None
     shared: SharedExpert | None = None
+    lora: LoRAFactors | None = None
+    adapter_ids: Any = None
 
 
 @dataclass(frozen=True)

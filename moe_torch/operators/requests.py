@@ -101,7 +101,7 @@ def moe_request(
 def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoEOperands:
     *tensors, options = arguments
     keywords = operator.signature.keywords(operator.specs(tensors), decode(options))
-    return MoEOperands(**{name: keywords[name] for name, _ in array_fields(MoEOperands)})
+    return MoEOperands(**{name: keywords[name] for name, _ in array_fields(MoEOperands) if name in keywords})
 
 
 def training_plans(operator: Operator[..., Any], arguments: tuple[Any, ...], target: Target) -> tuple[LaunchPlan, ...]:

@@ -103,7 +103,8 @@ def plan_backward(
     **arrays: Any,
 ) -> LaunchPlan:
     """arrays: of the forward, its results, and its saved ones."""
-    operands = bundles.MoEOperands(**{name: arrays[name] for name, _ in bundles.array_fields(bundles.MoEOperands)})
+    names = [name for name, _ in bundles.array_fields(bundles.MoEOperands) if name in arrays]
+    operands = bundles.MoEOperands(**{name: arrays[name] for name in names})
     names = tuple("d_x" if name == "d_wide" else name for name in wanted)
     added, wide = accumulated(wanted, into), names != wanted
     options = BackwardOptions(names, added, wide=wide, overwrite=overwrite, results_at=results_at)

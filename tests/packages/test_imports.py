@@ -103,7 +103,7 @@ ROOMS = {
     "moe_core": (
         *("errors", "__init__", "base", "formats", "specs", "plan", "runtime"),
         *("ops.common", "ops.activation", "ops.routing", "ops.reduction", "ops.prepack", "ops.quantize"),
-        *("ops.exchange", "ops.matmul", "ops.router", "ops.norm", "ops.moe"),
+        *("ops.exchange", "ops.lora", "ops.matmul", "ops.router", "ops.norm", "ops.moe"),
         *("layers", "checkpoint", "trace", "parallel", "monitor", "view", "modular", "parity", "tools", "__main__"),
     ),
     "moe_torch": (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
 from moe_core.errors import Unsupported
+from moe_core.ops.lora.tail import Tail
 from moe_core.ops.matmul.arguments import zero_counters
 from moe_core.ops.matmul.forward import plan_matmul_ogs, plan_product
 from moe_core.ops.matmul.operands import check_operands, quantized_operands, why_frozen, why_prepacked
@@ -149,6 +150,14 @@ def stage_inputs(
     return bindings
 
 
+class Composed(NamedTuple):
+    """stage, addressed and tail of a product in a composed plan."""
+
+    stage: int
+    addressed: bool = False
+    tail: Tail | None = None
+
+
 def add_input_gradient(
     builder: PlanBuilder,
     label: str,
@@ -157,28 +166,31 @@ def add_input_gradient(
     spec: MatmulSpec,
     bindings: Mapping[str, str],
     *,
-    stage: int | None = None,
-    addressed: bool = False,
+    composed: Composed | None = None,
 ) -> str:
     """Add d_x `[*, D]` = cast(d_y . weight^T). operands: x is d_y `[*, N]`. Weight `[E, D, N]` (`in_out`) or `[E, N,
     D]`, up and layer_index are the forward's. With `up` d_y is `[*, 2N]`, gate columns first, with one fp32 sum. spec:
     the forward's weight_layout; gather indexes d_y, scatter d_x. bindings: of x, weight, up, and of any buffer of y.
-    addressed: see `plan_product`. Returns the result's buffer, an addend if spec.out_dtype is set."""
-    target = builder.target
+    composed: see `plan_product`. Returns the result's buffer, an addend if spec.out_dtype is set."""
+    target, stage = builder.target, None if composed is None else composed.stage
+    addressed, tail = (False, None) if composed is None else (composed.addressed, composed.tail)
     if quantized_operands(operands):
         tile = choose_transposed_tile(operands, layout, spec, target)
         plan = plan_matmul_quantized_transposed(
-            operands, layout, spec, target, tile=tile, composed=stage is not None, addressed=addressed
+            operands, layout, spec, target, tile=tile, composed=stage is not None, addressed=addressed, tail=tail
         )
     else:
         spec = dataclasses.replace(spec, weight_layout=TRANSPOSED[spec.weight_layout])
-        problem = MatmulProblem(operands, layout, spec, target, joined=operands.up is not None, addressed=addressed)
+        problem = MatmulProblem(
+            operands, layout, spec, target, joined=operands.up is not None, addressed=addressed, tail=tail
+        )
         tile = choose_tile(problem)
         plan = plan_product(problem, tile, stage)
     assert tile is not None, "backwards of the reference are one call"
     bindings = {**bindings, **stage_inputs(builder, plan, layout, tile.config.block_m)}
     role = Role.ADDEND if spec.out_dtype else Role.D_ROWS
     roles = {"x": Role.D_ROWS} | ({} if addressed else {"y": role})
+    roles |= {} if tail is None else {"tail.low": Role.D_LOW}
     return builder.call(plan, label, bindings, roles)
 
 

@@ -20,6 +20,13 @@ def families_for(problem: MatmulProblem) -> tuple[Family, ...]:
     return tuple(family for family in FAMILIES if family.weights == problem.weights)
 
 
+def why_not(family: Family, problem: MatmulProblem) -> str | None:
+    """The reason why no tile of the family can run a product, or None."""
+    if problem.tail is not None and not family.adds_tail:
+        return "it adds no low-rank tail of adapters"
+    return family.why_not(problem)
+
+
 def family_of(config: TileConfig, problem: MatmulProblem) -> Family:
     return next(family for family in families_for(problem) if family.name == config.family)
 
@@ -30,6 +37,6 @@ def why_illegal(config: TileConfig, problem: MatmulProblem) -> str | None:
         names = " or ".join(repr(name) for name in sorted(families))
         return f"family must be {names} for {problem.weights} weights, got {config.family!r}"
     family = families[config.family]
-    if (reason := family.why_not(problem)) is not None:
+    if (reason := why_not(family, problem)) is not None:
         return f"the {family.name} family cannot run this product: {reason}"
     return family.why_illegal(config, problem)

@@ -19,6 +19,7 @@ class Family(abc.ABC):
         counts_tiles: blocks take tiles from the counters `tile_counters`, int32 `[2]`, initially zero.
         stores_rows: stores whole tiles to neighbouring rows, so a forward's last product scatters by row.
         finds_maxima: see `plan_product`.
+        adds_tail: runs products with a `MatmulProblem.tail`.
         shares_launches: see `moe_core.ops.moe.fuse`.
     """
 
@@ -27,6 +28,7 @@ class Family(abc.ABC):
     counts_tiles = False
     stores_rows = False
     finds_maxima = False
+    adds_tail = False
     shares_launches = False
 
     @abc.abstractmethod

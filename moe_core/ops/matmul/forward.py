@@ -55,6 +55,7 @@ def plan_matmul_ogs(
 def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | None = None) -> LaunchPlan:
     """`plan_matmul_ogs` of a problem with its chosen tile (None: no tiles), in a composed plan also with:
 
+    - tail: inputs `tail.low`, `tail.factor`, `tail.virtual_start`, `tail.ranks`, [`tail.seed`] of `Tail`.
     - out_format (first product): y is quantised bitwise like `plan_quantize_rows`. Input [static_scale]. Outputs
       y.values e4m3 `[capacity, N]`, y.scales fp32 `[capacity, ceil(N / 128)]` (static: `[1]`), unwritten without an
       expert.
@@ -66,6 +67,7 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     operands, layout, spec = problem.operands, problem.layout, problem.spec
     builder = PlanBuilder("matmul_ogs", problem.target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
+    inputs |= {} if problem.tail is None else builder.inputs(problem.tail.inputs())
     if tile is None:
         declare_outputs(builder, problem)
         return _reference(builder, inputs, problem)
@@ -82,6 +84,8 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
     if stage is None and layout is not None:
         fill_absent(builder, layout, spec)
     tile.family.launch(builder, problem, tile.config, stage)
+    if problem.tail is not None:
+        problem.tail.describe(builder)
     add_notes(builder, problem, tile)
     if problem.out_format is not None:
         builder.note(f"rounded to {spec.out_dtype} and quantised to {problem.out_format} before it is stored")
@@ -92,6 +96,8 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
 
 def add_notes(builder: PlanBuilder, problem: MatmulProblem, tile: TileChoice) -> None:
     shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
+    if problem.tail is not None and problem.target.on_gpu:
+        builder.note("low-rank tails run in the families portable and quantized only")
     builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
 
 
@@ -123,6 +129,9 @@ def _reference(builder: PlanBuilder, inputs: dict[str, str], problem: MatmulProb
         constants |= {"tensors": tuple((name, tensor.spec) for name, tensor in problem.quantized.items())}
         axis = "every group of the reduction axis, in order"
         builder.note(", ".join(f"{name} {tensor}" for name, tensor in problem.quantized.items()))
+    if problem.tail is not None:
+        constants["adapters"] = problem.tail.adapters
+        problem.tail.describe(builder)
     by_row = ", one row at a time" if problem.batch_invariant else ""
     builder.sums(f"reference: float32 BLAS over {axis}{by_row}")
     from moe_core.ops.matmul.reference import forward as twins

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.lora.tail import Tail
 from moe_core.ops.matmul.operands import MatmulSizes, check_operands, quantized_operands
 from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, MatmulTuning, TileConfig
 
@@ -23,7 +24,8 @@ class MatmulProblem:
 
     out_format, finds_maxima, addressed: see `plan_product`. out_scale: the static scale fp32 `[1]` of out_format.
     expected_rows: rows to choose a tile for (None: spec.tuning's, else the layout's). multiprocessors: the most that
-    persistent kernels fill (None: all), without effect on bits. Raises InvalidInput, Unsupported.
+    persistent kernels fill (None: all), without effect on bits. tail: added to the sums before the bias.
+    Raises InvalidInput, Unsupported.
     """
 
     operands: MatmulOperands
@@ -38,6 +40,7 @@ class MatmulProblem:
     addressed: bool = False
     expected_rows: int | None = None
     multiprocessors: int | None = None
+    tail: Tail | None = None
     sizes: MatmulSizes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.ops.matmul.families import families_for, family_of, why_illegal
+from moe_core.ops.matmul.families import families_for, family_of, why_illegal, why_not
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.ops.matmul.sm90.plan import why_not_operands
@@ -94,7 +94,7 @@ def tile_key(problem: MatmulProblem) -> TileKey:
 
 
 def _able(problem: MatmulProblem) -> list[Family]:
-    reasons = {family: family.why_not(problem) for family in families_for(problem)}
+    reasons = {family: why_not(family, problem) for family in families_for(problem)}
     able = [family for family, reason in reasons.items() if reason is None]
     if not able:
         reason = list(reasons.values())[-1]
@@ -109,7 +109,7 @@ def _measured(problem: MatmulProblem, tuning: MatmulTuning) -> TileChoice | None
     key = tile_key(problem)
     for origin, table in (("tuning.table", tuning.table), ("the shipped table", shipped_table(target.arch))):
         config = None if table is None else table.find(key, target.arch)
-        if config is not None:
+        if config is not None and (problem.tail is None or family_of(config, problem).adds_tail):
             _require_legal(config, problem, f"the entry of {origin}", "measure again with moebius-tune")
             family = family_of(config, problem)
             # An entry that does not store the outputs was measured for others.

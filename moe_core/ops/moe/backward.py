@@ -7,7 +7,7 @@ import math
 
 from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import require_wanted
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.exchange.checks import require_width
 from moe_core.ops.moe.backward_stages import BackwardPlanner
@@ -33,6 +33,7 @@ def gradient_names(operands: MoEOperands) -> tuple[str, ...]:
         *named_fields(operands.experts, "experts."),
         *named_fields(operands.routing, "routing."),
         *(named_fields(operands.shared, "shared.") if operands.shared is not None else ()),
+        *(named_fields(operands.lora, "lora.") if operands.lora is not None else ()),
     )
     differentiable = (name for name, value in arrays if not isinstance(value, QuantizedTensor))
     return ("d_x", *(f"d_{name}" for name in differentiable if name not in (*CONSTANTS, *INPUT_SCALES)))
@@ -98,7 +99,8 @@ def _require_addresses(results_at: ArraySpec, operands: MoEOperands, otherwise: 
 
 
 def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan:
-    options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save=True)
+    adapters = {"lora": operands.lora, "adapter_ids": operands.adapter_ids}
+    options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save=True, **adapters)
     return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=options)
 
 
@@ -134,6 +136,8 @@ def plan_moe_backward(
     if wide and spec.apply_router_weight_on_input:
         raise InvalidInput("wide must be False with apply_router_weight_on_input, whose d_x is a product; leave it out")
     if results_at is not None:
+        if operands.lora is not None:
+            raise Unsupported("results_at must be None with lora, got addresses of other ranks; leave one out")
         _require_addresses(results_at, operands, wide or spec.apply_router_weight_on_input)
     inputs = dict(named_arrays(gradients, "gradients.")) | ({} if results_at is None else {"results_at": results_at})
     inputs |= {buffer.name: buffer.spec for buffer in forward.inputs if buffer.name != "routing.correction_bias"}

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from moe_core.base import ArraySpec
 from moe_core.ops.activation.backward import plan_expert_activation_backward
-from moe_core.ops.matmul.backward import Side, add_input_gradient, add_weight_gradient, stage_inputs
+from moe_core.ops.lora.tail import Tail
+from moe_core.ops.matmul.backward import Composed, Side, add_input_gradient, add_weight_gradient, stage_inputs
 from moe_core.ops.matmul.forward import plan_product
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.moe.checks import shared_is_stacked
 from moe_core.ops.moe.forward import SAVED
+from moe_core.ops.moe.lora import LoRAStages
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.reduction import rowwise
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
@@ -28,7 +30,8 @@ from moe_core.specs.operands import MatmulOperands, RouterWeights, SharedExpert,
 
 @dataclass
 class _Chain:
-    """Two products and the activation between them, of the experts, or (layout None) the shared expert.
+    """Two products and the activation between them, of the experts, or (layout None) the shared expert. lora: the
+    experts' adapters.
 
     weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: see `BackwardOptions`.
     """
@@ -41,6 +44,7 @@ class _Chain:
     spec: MoESpec
     weighted_input: bool = False
     overwrites: bool = False
+    lora: LoRAStages | None = None
 
     def __post_init__(self) -> None:
         self.target = self.builder.target
@@ -77,7 +81,8 @@ class _Chain:
         matmul = MatmulSpec(
             spec.weight_layout, self.gather, "row", spec.activation, None, spec.allow_tf32, spec.matmul_tuning(number)
         )
-        problem = MatmulProblem(operands, layout, matmul, self.target, ("pre",))
+        tail, bindings_of_tail = self.tail(1)
+        problem = MatmulProblem(operands, layout, matmul, self.target, ("pre",), tail=tail)
         tile = choose_tile(problem, "tuning.matmul_1")
         assert tile is not None, "backwards of the reference are one call"
         plan = plan_product(problem, tile, 0)
@@ -85,8 +90,14 @@ class _Chain:
         # Later products with this number count in `tile_counters`.
         counters = f"{label}.tile_counters"
         bindings = stage_inputs(builder, plan, layout, tile.config.block_m, counters=counters)
-        bindings |= {name: self.prefix + field for name, field in names.items()}
+        bindings |= bindings_of_tail | {name: self.prefix + field for name, field in names.items()}
         builder.call(plan, label, bindings | {"x": source, "pre": self.pre})
+
+    def tail(self, number: int, low: str | None = None) -> tuple[Tail | None, dict[str, str]]:
+        """The tail of product `number`, or with low of the gradient of its input, and its bindings."""
+        if self.lora is None or not self.lora.has(number):
+            return None, {}
+        return self.lora.tail(number, low), self.lora.tail_bindings(number, low)
 
     def pull_back(self, stage: int, d_y: str, *, addressed: bool = False) -> str:
         """d_y . weight^T by row: of down for stage 0, of gate_up (and up) for stage 1."""
@@ -99,9 +110,31 @@ class _Chain:
         options = MatmulSpec(spec.weight_layout, gather, "row", None, out_dtype, spec.allow_tf32, spec.matmul_tuning())
         bindings = {"x": d_y, "weight": self.prefix + name} | ({} if up is None else {"up": f"{self.prefix}up"})
         label, where = f"{self.label}input gradient of {name}", self.layout
-        return add_input_gradient(
-            self.builder, label, operands, where, options, bindings, stage=stage, addressed=addressed
-        )
+        tail = None
+        if self.lora is not None and self.lora.has(number := 1 if stage else 2):
+            tail, more = self.tail(number, self.lora.pull_back(number, d_y, gather))
+            bindings |= more
+        composed = Composed(stage, addressed, tail)
+        return add_input_gradient(self.builder, label, operands, where, options, bindings, composed=composed)
+
+    def factor_gradients(self, d_out: str, made: dict[str, str], row_weight: str | None) -> None:
+        """made: by `activation`."""
+        lora = self.lora
+        if lora is None:
+            return
+        low = {number: lora.low(number) for number in (1, 2)}
+        if lora.has(2):
+            roles = {"left": Role.LOW, "right": Role.D_ROWS}
+            lora.gradient("b2", (low[2], "row"), (d_out, "token"), roles=roles, row_weight=row_weight)
+            if "weighted_hidden" in made:
+                lora.gradient("a2", (made["weighted_hidden"], "row"), ("d_low2", "row"), roles={"right": Role.D_LOW})
+        if lora.has(1) and "d_pre" in made:
+            if self.builder.has("d_lora.a1"):
+                if not self.builder.has("d_low1"):
+                    lora.pull_back(1, made["d_pre"], "row")
+                lora.gradient("a1", (self.source(), "token"), ("d_low1", "row"), roles={"right": Role.D_LOW})
+            roles = {"left": Role.LOW, "right": Role.D_ROWS}
+            lora.gradient("b1", (low[1], "row"), (made["d_pre"], "row"), roles=roles)
 
     def activation(self, z: str, weighting: dict[str, str], d_weight: Callable[[], str] | None) -> dict[str, str]:
         """d_pre, weighted_hidden if needed, and d_weight if not None (it gives its buffer). z: the output's gradient
@@ -109,7 +142,7 @@ class _Chain:
         builder = self.builder
         names = {"d_hidden": z, "pre": self.pre} | weighting
         operands = bundles.ExpertActivationOperands(**{name: builder.spec(buffer) for name, buffer in names.items()})
-        kinds = ["d_pre"] + ["weighted_hidden"] * self.wants("down")
+        kinds = ["d_pre"] + ["weighted_hidden"] * (self.wants("down") or builder.has("d_lora.a2"))
         outputs = (*kinds, *(() if d_weight is None else ("d_weight",)))
         if self.layout is not None:
             names |= {"slot_of_row": f"{SAVED}slot_of_row"}
@@ -177,13 +210,16 @@ class BackwardPlanner:
         self.on_input = spec.apply_router_weight_on_input
         self.row_weight = None if self.on_input else self.weights
         rows = self.x, experts, experts.layer_index, self.layout
-        self.experts = _Chain(builder, *rows, spec, self.on_input, overwrites)
+        lora = None if operands.lora is None else LoRAStages(builder, operands.lora, self.layout, spec, SAVED)
+        self.experts = _Chain(builder, *rows, spec, self.on_input, overwrites, lora)
         wanted = {name for name in ("weight", "bias", "logits", "weights") if builder.has(f"d_routing.{name}")}
         self.needs_weights = bool(wanted) or (builder.has("d_x") and isinstance(self.routing, RouterWeights))
         self.needs_rows = builder.has("d_x") or (self.on_input and self.needs_weights)
 
     def plan(self) -> None:
         self.d_out = rowwise.cast_gradient(self.builder, "output gradient", "gradients.output", self.x.dtype)
+        if self.experts.lora is not None and self.target.compiled:
+            self.experts.lora.add_virtual_schedule()
         self.experts.recompute()
         extras = [] if self.operands.shared is None else self._shared(self.operands.shared)
         made, chain = self._activation(), self.experts
@@ -200,6 +236,7 @@ class BackwardPlanner:
         if self.builder.has("d_x") and not self.builder.has("results_at"):
             self._d_x(extras)
         chain.gate_up_gradients(made)
+        chain.factor_gradients(self.d_out, made, self.row_weight)
         if down_last:
             chain.down_gradients(self.d_out, made, self.row_weight)
 
@@ -243,6 +280,7 @@ class BackwardPlanner:
     def _activation(self) -> dict[str, str]:
         chain, made = self.experts, {}
         first = chain.wants("gate_up", "gate_up_bias", "up", "up_bias")
+        first |= any(self.builder.has(f"d_lora.{name}") for name in ("a1", "b1", "a2"))
         if first or self.needs_rows or self.needs_weights or chain.wants("down"):
             z, with_weights = chain.pull_back(0, self.d_out), self.needs_weights and not self.on_input
             weighting = {"row_of_slot": f"{SAVED}row_of_slot"}

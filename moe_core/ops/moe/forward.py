@@ -13,6 +13,7 @@ from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.tile_choice import choose_tile
 from moe_core.ops.moe import checks
 from moe_core.ops.moe.fuse import fuse_launches, fusion_counters, join_twins, why_not_fused
+from moe_core.ops.moe.lora import LoRAStages, check_lora, lora_arrays
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.options import PLAIN, ForwardOptions
 from moe_core.ops.moe.pdl import use_pdl
@@ -20,7 +21,7 @@ from moe_core.ops.moe.rows import Product, RowStages, with_scales
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
-from moe_core.ops.routing.topk import plan_route_and_layout
+from moe_core.ops.routing.topk import plan_route_and_layout, plan_routing
 from moe_core.plan import LaunchPlan, PlanBuilder, Role
 from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, MoESpec, RouterWeights, TopK, named_arrays
 from moe_core.specs import operands as bundles
@@ -43,10 +44,10 @@ def plan_moe(
     """One plan for the whole layer: [router] -> [routing] -> layout -> matmul 1 -> matmul 2 -> reduce.
 
     Bundles hold ArraySpecs. Inputs: x, `experts.*`, `routing.*`, [token_mask bool `[T]`], [expert_map int32
-    `[E_global]`], `shared.*`. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids `[1]`, then ids and
-    weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput, Unsupported. Experts
-    may be quantised, and with spec.activations x and the hidden rows, too (docs/user/quantization.md). This rules out
-    save: its rounding has no gradient.
+    `[E_global]`], `shared.*`, `lora.*`, [adapter_ids]. Outputs: output `[T, D]`, tokens_per_expert `[E]`, invalid_ids
+    `[1]`, then ids and weights `[T, K]` unless given, then logits `[T, E]` when routing from x. Raises InvalidInput,
+    Unsupported. Experts may be quantised, and with spec.activations x and the hidden rows, too
+    (docs/user/quantization.md). This rules out save: its rounding has no gradient.
     """
     reason = checks.why_no_moe_gradient(experts, spec, ()) if options.save else None
     if reason is not None:
@@ -56,6 +57,8 @@ def plan_moe(
         raise InvalidInput(f"{setting} with multiprocessors, got {options.multiprocessors}; leave them out")
     planner = _MoEPlanner(x, experts, routing, spec, target, options)
     apart = 0 if options.multiprocessors is None else launches_behind_hidden(options.results_at)
+    if options.lora is not None:
+        return planner.plan()
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)
 
 
@@ -81,6 +84,8 @@ class _MoEPlanner:
         self.tokens, self.d_model = self.x.shape
         self.out_dtype = self.spec.out_dtype or self.x.dtype
         self.multiprocessors, self.builder = options.multiprocessors, PlanBuilder("moe", target=target)
+        self.lora, self.adapter_ids = options.lora, options.adapter_ids
+        self.stages: LoRAStages | None = None
 
     @property
     def _outputs(self) -> tuple[str, ...]:
@@ -92,6 +97,7 @@ class _MoEPlanner:
         shared = () if self.shared is None else named_arrays(self.shared, "shared.")
         builder.inputs({"x": self.x, **dict(arrays), "token_mask": self.token_mask, "expert_map": self.expert_map})
         builder.inputs(dict(shared) | {"results_at": self.results_at})
+        builder.inputs(lora_arrays(self.lora, self.adapter_ids))
         num_local = checks.check_weights(self.x, self.experts, self.shared, self.spec)
         rows = self.tokens if self.results_at is None else 0
         builder.output("output", ArraySpec((rows, self.d_model), self.out_dtype))
@@ -99,6 +105,9 @@ class _MoEPlanner:
         builder.output("invalid_ids", ArraySpec((1,), "int32"))
         ids, weights = self._route(num_local)
         layout = LayoutSpec(self.tokens, builder.spec(ids).shape[1], num_local, limit=self.spec.row_limit)
+        if self.lora is not None:
+            check_lora(self.lora, self.adapter_ids, self.x, self.experts, self.spec)
+            self.stages = LoRAStages(builder, self.lora, layout, self.spec, SAVED if self.save else "")
         self._check_order(layout)
         self._declare_saved(layout)
         slots, order = self._experts(ids, weights, layout)
@@ -117,6 +126,8 @@ class _MoEPlanner:
             raise InvalidInput(f"with spec.rows_in_order, {reason}: rows are the output as they lie; leave one out")
         if self.results_at is None:
             return
+        if self.lora is not None:
+            raise Unsupported("results_at must be None with lora, got addresses of other ranks; leave one out")
         require_spec("results_at", self.results_at, (layout.num_slots,), "int64")
         require_width("the output", self.d_model, self.x.dtype)
         if self.shared is not None or self.spec.out_dtype is not None:
@@ -133,6 +144,8 @@ class _MoEPlanner:
         self.arrays = bundles.LayoutArrays(
             "tokens_per_expert", *(declare(prefix + name, spec) for name, spec in others)
         )
+        if self.stages is not None:
+            self.stages.declare(declare)
         shared = self.shared
         if "pre" in self._outputs and shared is not None:
             declare(f"{SAVED}shared_pre_activation", saved_pre_activation(shared, self.x, self.spec, self.tokens))
@@ -204,8 +217,12 @@ class _MoEPlanner:
         )
         matmul_1 = dataclasses.replace(plain, gather="token", activation=spec.activation, tuning=spec.matmul_tuning(1))
         matmul_2 = dataclasses.replace(plain, scatter="slot", tuning=spec.matmul_tuning(2))
-        problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs)
-        problems = problem_1, MatmulProblem(second, layout, matmul_2, target)
+        tails = [
+            None if self.stages is None or not self.stages.has(number) else self.stages.tail(number)
+            for number in (1, 2)
+        ]
+        problem_1 = MatmulProblem(first, layout, matmul_1, target, self._outputs, tail=tails[0])
+        problems = problem_1, MatmulProblem(second, layout, matmul_2, target, tail=tails[1])
         tiles = tuple(choose_tile(problem, f"tuning.matmul_{i}") for i, problem in enumerate(problems, 1))
         # Tiles, and so bits, do not depend on the limit.
         limits = self.multiprocessors or (None, None)
@@ -223,6 +240,7 @@ class _MoEPlanner:
         whole = not spec.rows_in_order and spec.row_limit is None and self.multiprocessors is None
         alone = self.shared is None and not self.save and whole and self.results_at is None
         why_not = why_not_fused(tiles, self.tokens, layout.top_k, alone=alone, batch_invariant=spec.batch_invariant)
+        why_not = "adapters have stages of their own" if self.stages is not None else why_not
         self.fused = why_not is None
         if why_not is not None and all(tiles):
             builder.note(f"stages share no launch: {why_not}")
@@ -241,6 +259,9 @@ class _MoEPlanner:
         x = stages.quantized_x(x, rows_1)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}
         names |= {"up_bias": "experts.up_bias", "pre": f"{SAVED}pre_activation"}
+        if self.stages is not None and self.stages.has(1):
+            self.stages.shrink(1, x, "token")
+            names |= self.stages.tail_bindings(1)
         hidden = stages.hidden_rows(names, hidden_spec, rows_2)
         slots, pushes = "output", self.results_at is not None
         if not addressed and (pushes or not spec.rows_in_order):
@@ -248,6 +269,9 @@ class _MoEPlanner:
             slots = builder.scratch("slots", ArraySpec((rows, self.d_model), self.x.dtype), Role.ROWS)
         names = {"x": hidden, "weight": "experts.down", "bias": "experts.down_bias"}
         names |= {} if on_input else {"row_weight": weights}
+        if self.stages is not None and self.stages.has(2):
+            self.stages.shrink(2, hidden, "row")
+            names |= self.stages.tail_bindings(2)
         products[1].add(builder, 1, names | ({} if addressed else {"y": slots}))
         if pushes and not addressed:
             names = {"y": slots, "row_of_slot": self.arrays.row_of_slot, "results_at": "results_at"}
@@ -260,6 +284,9 @@ class _MoEPlanner:
     def _layout(self, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...], counters: int) -> None:
         """Add the layout and any routing, in fewer launches than two plans."""
         builder, routing = self.builder, self.routing
+        if self.stages is not None:
+            self._adapter_layout(self.stages, ids, layout, block_ms)
+            return
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
             widened = builder.has("row_weight")
@@ -292,6 +319,21 @@ class _MoEPlanner:
         for name in (*made, *(("tile_counters",) if counters else ())):
             bindings[name] = builder.scratch(name, plan.spec(name))
         builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
+
+    def _adapter_layout(self, stages: LoRAStages, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...]) -> None:
+        builder, routing, spec = self.builder, self.routing, self.spec
+        given = "routing.weights" if isinstance(routing, TopK) and builder.has("row_weight") else None
+        if not isinstance(routing, TopK):
+            assert spec.router is not None
+            logits = "logits" if isinstance(routing, RouterWeights) else "routing.logits"
+            bias = routing.correction_bias
+            arrays = {"correction_bias": bias, "token_mask": self.token_mask}
+            plan = plan_routing(builder.spec(logits), spec.router, self.target, **arrays)
+            builder.call(plan, "routing", {"logits": logits, "ids": "ids", "weights": "weights"})
+        bindings = {"invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
+        bindings |= {} if given is None else {"row_weight": "row_weight"}
+        options = {"expert_map": self.expert_map, "token_mask": self.token_mask}
+        stages.add_layout(ids, given, bindings, options, block_ms)
 
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:
         builder = self.builder

@@ -202,10 +202,8 @@ def _joined(first: KernelLaunch | ReferenceCall, second: KernelLaunch | Referenc
     from moe_core.ops.moe.reference import experts as twins
 
     options, others = dict(first.constants), dict(second.constants)
-    if {first.function, second.function} != {function_name(matmul_twins.matmul_ogs_plan)} or "tensors" in {
-        *options,
-        *others,
-    }:
+    alike = {first.function, second.function} == {function_name(matmul_twins.matmul_ogs_plan)}
+    if not alike or {"tensors", "adapters"} & {*options, *others}:
         return None
     outputs = options["outputs"]
     if options["layout"] != others["layout"] or others["outputs"] != ("y",):

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_core.base import ArraySpec, plan_type
-from moe_core.specs import SharedExpert
+from moe_core.specs import LoRAFactors, SharedExpert
 
 
 @dataclass(frozen=True)
 class ForwardOptions:
     """Options and optional operands of `plan_moe`.
 
-    token_mask, expert_map and shared: as in `MoEOperands`.
+    token_mask, expert_map, shared, lora and adapter_ids: as in `MoEOperands`.
 
     save: also write the inputs of `moe_core.ops.moe.backward.plan_moe_backward`. saved.pre_activation `[T * K, 2F]`
     (ungated F) has layout order and the dtype of x, gate columns before up for gate_layout `separate`, and anything in
     rows of no slot. saved.group_start is `[E + 1]`, saved.slot_of_row and saved.row_of_slot `[T * K]`. A shared expert
     has saved.shared_pre_activation `[T, 2S]` and saved.shared_gate fp32 `[T, 1]`. The output keeps its bits. With
-    spec.recompute no pre-activation is saved.
+    spec.recompute no pre-activation is saved. lora adds saved.virtual_sizes `[E (S + 1)]` and saved.virtual_start, of
+    rows by (expert, adapter + 1), and saved.low1 and saved.low2 `[T * K, R]`, rows times A and the scale.
 
     results_at int64 `[T * K]`, an input: product 2 stores each slot's row, cast to the output's dtype, to this address,
     a multiple of 16. 0, or a slot of no expert: not stored. Nothing is summed, and output is `[0, D]`.
@@ -33,6 +34,8 @@ class ForwardOptions:
     save: bool = False
     results_at: ArraySpec | None = None
     multiprocessors: tuple[int | None, int | None] | None = None
+    lora: LoRAFactors | None = None
+    adapter_ids: ArraySpec | None = None
 
 
 #: Only the output.

@@ -13,6 +13,7 @@ from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Row
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
+from moe_core.ops.lora.kernels.tail import Tail, add_tail
 from moe_core.ops.routing.kernels.schedule import spread_block
 
 #: Stacked weights of D x N (interleaved: D x 2 N) elements with their biases, and the sizes of a tile.
@@ -176,6 +177,30 @@ def tile_sums(x_pointers, exists, first, second, tile, weights, GATE_LAYOUT: tl.
 
 
 @triton.jit
+def tail_sums(sums, tile, rows, slots, exists, expert, layout, weights, tail, GATE_LAYOUT: tl.constexpr):
+    """Return `tile_sums` with the tail's products added. Its factor has the columns of gate, then those of up."""
+    N: tl.constexpr = weights.N
+    accumulator, up_accumulator = sums
+    columns = tile * weights.BLOCK_N + tl.arange(0, weights.BLOCK_N)
+    if GATE_LAYOUT == "interleaved":
+        wide = tile * 2 * weights.BLOCK_N + tl.arange(0, 2 * weights.BLOCK_N)
+        accumulator = add_tail(
+            accumulator, rows, slots, exists, expert, wide, wide < 2 * N, tail, layout.TOP_K, weights.INPUT_PRECISION
+        )
+    else:
+        inside = columns < N
+        accumulator = add_tail(
+            accumulator, rows, slots, exists, expert, columns, inside, tail, layout.TOP_K, weights.INPUT_PRECISION
+        )
+        if (GATE_LAYOUT == "halves") or (GATE_LAYOUT == "separate"):
+            up_accumulator = add_tail(
+                up_accumulator, rows, slots, exists, expert, N + columns, inside, tail, layout.TOP_K,
+                weights.INPUT_PRECISION,
+            )  # fmt: skip
+    return accumulator, up_accumulator
+
+
+@triton.jit
 def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, pre):
     N: tl.constexpr = weights.N
     BLOCK_N: tl.constexpr = weights.BLOCK_N
@@ -222,10 +247,10 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
 
 @triton.jit
 def multiply_tile(
-    block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr
+    block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr, tail
 ):
     """Compute a column tile of a row block. JOIN: wait for the launch ahead once the rows are known. STAGES: of the
-    pipeline, None: the launch's."""
+    pipeline, None: the launch's. tail: low-rank steps that follow, or None."""
     N: tl.constexpr = weights.N
     CACHE: tl.constexpr = ".cg" if JOIN else ""
     first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)
@@ -236,6 +261,8 @@ def multiply_tile(
 
     x_pointers = x.values + x_rows[:, None] * x.STRIDE + tl.arange(0, weights.BLOCK_K)[None, :]
     sums = tile_sums(x_pointers, exists, first, second, tile, weights, epilogue.GATE_LAYOUT, STAGES)
+    if tail is not None:
+        sums = tail_sums(sums, tile, rows, slots, exists, expert, layout, weights, tail, epilogue.GATE_LAYOUT)
     result = activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, output.pre)
     columns = tile * weights.BLOCK_N + tl.arange(0, weights.BLOCK_N)
     if output.y is not None:
@@ -262,6 +289,10 @@ def matmul_ogs(
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: tl.constexpr, TAIL_SLOTS: tl.constexpr, TAIL_NUM_EXPERTS: tl.constexpr, TAIL_SLOT_STRIDE: tl.constexpr,
+    TAIL_EXPERT_STRIDE: tl.constexpr, TAIL_R_STRIDE: tl.constexpr, TAIL_N_STRIDE: tl.constexpr,
+    TAIL_THRESHOLD: tl.constexpr, TAIL_MASKED: tl.constexpr, TAIL_SALT: tl.constexpr, TAIL_BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y. N: output columns. WEIGHT_N: columns of one weight buffer (2N for gate and up together).
 
@@ -289,4 +320,11 @@ def matmul_ogs(
     )  # fmt: skip
     rows, epilogue = Rows(x, None, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
     output = Output(y, pre=pre, N=N, SCATTER=SCATTER)
-    multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, PDL == "layout", None)
+    tail = None
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+    multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, PDL == "layout", None, tail)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from moe_core.base import ArraySpec, dtypes, padded, row_stride
+from moe_core.ops.lora.tail import tail_arguments
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
@@ -33,13 +34,16 @@ _FEW_ROWS = 24
 
 
 class _Portable(Family):
-    name, weights, shares_launches = "portable", PLAIN, True
+    name, weights, shares_launches, adds_tail = "portable", PLAIN, True, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         return None
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
         config = _fixed(problem) if problem.batch_invariant or not problem.target.on_gpu else _by_rows(problem)
+        if problem.tail is not None and not problem.gated and config.block_m * config.block_n >= 128 * 256:
+            # A tail holds the sums twice.
+            config = dataclasses.replace(config, block_n=config.block_n // 2)
         block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.d))
         config = dataclasses.replace(config, block_n=block_n, block_k=block_k)
         return rules.shrunk(config, lambda config: self.why_illegal(config, problem), 2 * rules.SMALLEST_SIDE)
@@ -149,4 +153,5 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
         **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),
         **(common.bias_strides(operands) | common.fused_constants(problem) | joined),
         **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | common.block_constants(config) | passed(PDL=None)),
+        **tail_arguments(builder, problem.tail),
     }

@@ -13,6 +13,7 @@ from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output
 from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.lora.kernels.tail import Tail, add_tail
 from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     activation_tile,
@@ -181,6 +182,10 @@ def matmul_quantized(
     INPUT_PRECISION: tl.constexpr, FAST_ACCUMULATE: tl.constexpr, TOKENS_FIRST: tl.constexpr, DRAINED: tl.constexpr,
     MAXIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: tl.constexpr, TAIL_SLOTS: tl.constexpr, TAIL_NUM_EXPERTS: tl.constexpr, TAIL_SLOT_STRIDE: tl.constexpr,
+    TAIL_EXPERT_STRIDE: tl.constexpr, TAIL_R_STRIDE: tl.constexpr, TAIL_N_STRIDE: tl.constexpr,
+    TAIL_THRESHOLD: tl.constexpr, TAIL_MASKED: tl.constexpr, TAIL_SALT: tl.constexpr, TAIL_BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y. Parameters that are not named here are as in `matmul_ogs`.
 
@@ -294,8 +299,20 @@ def matmul_quantized(
     if SCALING == "at_end":
         factor = factor_of(scale, scale_1, x_scale, side, x_scales is not None, UNIFORM, TOKENS_FIRST)
         total = total.to(tl.float32) * factor
-    if TOKENS_FIRST:
+    if TOKENS_FIRST and tail_low is None:
         total = tl.trans(total)
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+        tail_columns = n + side * N if GATE_LAYOUT == "separate" else n
+        by_token = total if TOKENS_FIRST else tl.trans(total)
+        by_token = add_tail(
+            by_token, rows, slots, exists, expert, tail_columns, column_exists, tail, TOP_K, INPUT_PRECISION
+        )
+        total = tl.trans(by_token)
 
     total = add_bias(
         total, bias, up_bias, layer_number, expert, n, side, column_exists, WEIGHT_N, BIAS_LAYER_STRIDE,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moe_core.base import ArraySpec, Target, dtypes, padded, row_stride
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.lora.tail import tail_arguments
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.family import Family
@@ -72,7 +73,7 @@ def _finest(*groups: int | None) -> int:
 
 
 class _Quantized(Family):
-    name, weights, finds_maxima = "quantized", QUANTISED, True
+    name, weights, finds_maxima, adds_tail = "quantized", QUANTISED, True, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         method = product_method(problem.operands, problem.target)
@@ -232,5 +233,5 @@ def _arguments(
         **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
         **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first, DRAINED=drained),
         **passed(MAXIMA=MAXIMA if problem.finds_maxima else 0),
-        **(common.block_constants(config) | passed(PDL=None)),
+        **(common.block_constants(config) | passed(PDL=None) | tail_arguments(builder, problem.tail)),
     }

@@ -8,6 +8,7 @@ from typing import Any
 from moe_core.base import TRANSPOSED, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, QuantizedTensor
+from moe_core.ops.lora.tail import Tail, tail_arguments
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul import tile_rules as rules
 from moe_core.ops.matmul.operands import quantized_operands, require_like, require_weight, why_prepacked
@@ -33,6 +34,7 @@ def plan_matmul_quantized_transposed(
     tile: TileChoice | None = None,
     composed: bool = False,
     addressed: bool = False,
+    tail: Tail | None = None,
 ) -> LaunchPlan:
     """`y[scatter(row)] = cast(x[gather(row)] @ dequantised(weight[expert])^T)` for every row of the layout.
 
@@ -44,11 +46,12 @@ def plan_matmul_quantized_transposed(
     Inputs: x, the weights' arrays, [layer_index], group_sizes `[E]`, group_start `[E + 1]`, slot_of_row `[capacity]`.
     composed: also `schedule` for the tile's block_m, and rows without an expert are unwritten. Otherwise they become
     exact zeros, and scatter `slot` has the input row_of_slot `[T * K]`. Output: y, or none if addressed (composed
-    only), as in `plan_product`. Raises InvalidInput, Unsupported.
+    only), as in `plan_product`. tail (composed only): see `plan_product`. Raises InvalidInput, Unsupported.
     """
-    problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed)
+    problem = dataclasses.replace(_decoded(operands, layout, spec, target), addressed=addressed, tail=tail)
     builder = PlanBuilder("matmul_quantized_transposed", target)
     inputs = builder.inputs(dict(named_arrays(operands))) | builder.layout_inputs(layout)
+    builder.inputs({} if tail is None else tail.inputs())
     y = ArraySpec((problem.sizes.out_rows, problem.n), spec.out_dtype or problem.dtype)
     if (tile := tile or _choose(problem, operands.weight.format)) is None:
         builder.output("y", y)
@@ -68,6 +71,8 @@ def plan_matmul_quantized_transposed(
     if layout is not None and not composed:
         common.fill_absent(builder, layout, spec)
     _launch(builder, problem, operands.weight, tile.config)
+    if tail is not None:
+        tail.describe(builder)
     builder.note(f"{tile.config} for {problem.sizes.d} x {problem.n} of {operands.weight.format}; {tile}")
     return builder.build()
 
@@ -174,7 +179,7 @@ def _launch(builder: PlanBuilder, problem: MatmulProblem, weight: QuantizedTenso
         **(passed(X_STRIDE=row_stride("x", x)) | common.format_constants(weight) | common.quantized_strides(weight)),
         **{name: fused[name] for name in ("TOP_K", "GATHER", "SCATTER")},
         **passed(DOT=x.dtype, INPUT_PRECISION="tf32" if spec.allow_tf32 and x.dtype == "float32" else "ieee"),
-        **common.block_constants(config),
+        **(common.block_constants(config) | tail_arguments(builder, problem.tail)),
     }
     grid = (problem.tiles(config),)
     builder.launch(MATMUL_QUANTIZED_TRANSPOSED, grid, arguments, config.num_warps, config.num_stages)

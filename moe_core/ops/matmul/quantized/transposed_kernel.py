@@ -9,6 +9,7 @@ import triton.language as tl
 
 from moe_core.ops.common.kernels.aggregates import Layout, aggregate_of
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.lora.kernels.tail import Tail, add_tail
 from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     codes_to_bfloat16,
@@ -94,6 +95,10 @@ def matmul_quantized_transposed(
     POINT_MATRIX: tl.constexpr, POINT_N: tl.constexpr, POINT_K: tl.constexpr,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, DOT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: tl.constexpr, TAIL_SLOTS: tl.constexpr, TAIL_NUM_EXPERTS: tl.constexpr, TAIL_SLOT_STRIDE: tl.constexpr,
+    TAIL_EXPERT_STRIDE: tl.constexpr, TAIL_R_STRIDE: tl.constexpr, TAIL_N_STRIDE: tl.constexpr,
+    TAIL_THRESHOLD: tl.constexpr, TAIL_MASKED: tl.constexpr, TAIL_SALT: tl.constexpr, TAIL_BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y. D: rows of one weight matrix, the addends. N: its columns, as of y.
 
@@ -128,11 +133,18 @@ def matmul_quantized_transposed(
             SCALE_MATRIX, SCALE_N, SCALE_K, POINT_MATRIX, POINT_N, POINT_K,
         )  # fmt: skip
         total = add_product(total, x_rows + D, exists, codes, matrix, column, DOT, INPUT_PRECISION, BLOCK_N, BLOCK_K)
+    columns = column + tl.arange(0, BLOCK_N)
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+        total = add_tail(total, rows, slots, exists, expert, columns, columns < N, tail, TOP_K, INPUT_PRECISION)
 
     exists, slots = filled_rows(layout, schedule, rows, exists, slots)
     if layer_index is not None:
         total = tl.where(layer_exists, total, float("nan"))
-    columns = column + tl.arange(0, BLOCK_N)
     targets, exists = target_rows(y, rows, slots, exists, N, SCATTER)
     pointers = targets[:, None] + columns[None, :]
     mask = exists[:, None] & (columns < N)[None, :]

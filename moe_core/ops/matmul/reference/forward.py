@@ -15,8 +15,10 @@ from moe_core.ops.activation.reference import apply, split
 from moe_core.ops.common.bundles import bundle_of, quantized_from
 from moe_core.ops.common.product import narrow_columns, operands, product
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
+from moe_core.ops.lora.adapters import Adapters
+from moe_core.ops.lora.reference import TailArrays, add_tail
 from moe_core.ops.matmul.reference.quantized import quantized_product
-from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, dense_rows, planned_rows
+from moe_core.ops.matmul.reference.rows import FEWEST_ROWS, Piece, Rows, dense_rows, in_slot_order, planned_rows
 from moe_core.specs import LayoutSpec, MatmulOperands, MatmulSpec, map_arrays
 
 Matrix = np.ndarray | QuantizedTensor
@@ -105,11 +107,18 @@ class Product:
     epilogue, so that pieces of two products can follow each other in one thread. nanoseconds: of the whole product."""
 
     def __init__(
-        self, operands: MatmulOperands, spec: MatmulSpec, rows: Rows, y: np.ndarray, pre: np.ndarray | None = None
+        self,
+        operands: MatmulOperands,
+        spec: MatmulSpec,
+        rows: Rows,
+        y: np.ndarray,
+        pre: np.ndarray | None = None,
+        tail: TailArrays | None = None,
     ) -> None:
         x, arrays = operands.x, (operands.weight, operands.up, operands.bias, operands.up_bias)
         weight, up, bias, up_bias = (pick_layer(array, operands.layer_index) for array in arrays)
         self.layout, self.rows, self.spec, self.y, self.pre = rows.layout, rows, spec, y, pre
+        self.tail = tail
         self.of, self.to = self.rows.index[spec.gather], self.rows.index[spec.scatter]
         self.x, self.widens = x, isinstance(x, np.ndarray) and isinstance(weight, np.ndarray)
         dtypes_of = {getattr(x, "dtype", None), getattr(weight, "dtype", None)}
@@ -132,7 +141,9 @@ class Product:
         row_weight = operands.row_weight
         self.row_weight = None if row_weight is None else row_weight.reshape(-1)[self.rows.index["slot"], None]
         self.columns = _ALL if isinstance(weight, QuantizedTensor) else column_blocks(self.width)
-        self.finished = self.sums is y and row_weight is None and all(added is None for _, added in self.sides)
+        self.finished = (
+            self.sums is y and row_weight is None and tail is None and all(added is None for _, added in self.sides)
+        )
         counted = max(self.rows.count, FEWEST_ROWS * len(self.rows.parts))
         self.nanoseconds = products(counted, x.shape[1], self.shape[1])
 
@@ -164,6 +175,10 @@ class Product:
         return functools.partial(_multiply, left, columns_of_expert, self.spec, out)
 
     def _finish(self, block: slice, sums: np.ndarray) -> None:
+        if self.tail is not None:
+            rows, arrays = self.rows.index["row"], self.tail.arrays
+            slots = np.asarray(self.rows.index["slot"])[block]
+            add_tail(sums, block if isinstance(rows, slice) else rows[block], slots, arrays, self.tail.adapters)
         halves = [sums[:, side * self.width : (side + 1) * self.width] for side in range(len(self.sides))]
         for values, (_, added) in zip(halves, self.sides, strict=True):
             if added is not None:
@@ -262,11 +277,14 @@ def matmul_ogs_plan(
     spec: MatmulSpec,
     outputs: tuple[str, ...],
     tensors: tuple[tuple[str, QuantizedSpec], ...] = (),
+    adapters: Adapters | None = None,
     places: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
     """`matmul_ogs` with a plan's inputs by name, written to places."""
+    tail = None if adapters is None else TailArrays.of(arrays, adapters)
     operands = bundle_of(MatmulOperands, quantized_from(arrays, tensors))
     rows, made = planned_rows(layout, arrays, operands.x.shape[0]), dict(zip(outputs, places, strict=True))
+    rows = rows if adapters is None else in_slot_order(rows)
     y = made["y"] if "y" in made else _empty(operands, spec, rows)
-    Product(operands, spec, rows, y, made.get("pre")).run()
+    Product(operands, spec, rows, y, made.get("pre"), tail).run()
     return places

@@ -47,6 +47,14 @@ class Rows(NamedTuple):
         return sorted(pieces, key=lambda piece: piece[0][1].start - piece[-1][1].stop)
 
 
+def in_slot_order(rows: Rows) -> Rows:
+    """The same rows, each expert's in the order of slots, on which BLAS's bits depend."""
+    order = np.lexsort((rows.index["slot"], rows.experts))
+    numbers = np.arange(rows.count)[order] if isinstance(rows.index["row"], slice) else rows.index["row"][order]
+    index = {"row": numbers, "slot": rows.index["slot"][order], "token": rows.index["token"][order]}
+    return rows._replace(index=index)
+
+
 def _joined(blocks: list[tuple[int, slice]], costs: list[int], most: float) -> list[Piece]:
     pieces: list[Piece] = []
     room = 0.0

@@ -23,8 +23,9 @@ from moe_core.ops.common.bundles import bundle_of, quantized_from
 from moe_core.ops.common.rounding import plain_name, round_to, to_float32, working_dtype
 from moe_core.ops.matmul.reference import backward as matmul
 from moe_core.ops.matmul.reference.forward import matmul_ogs, pick_layer
-from moe_core.ops.matmul.reference.rows import Rows, dense_rows, rows_of
+from moe_core.ops.matmul.reference.rows import Rows, dense_rows, in_slot_order, rows_of
 from moe_core.ops.moe.options import BackwardOptions
+from moe_core.ops.moe.reference.lora import LoRATwin
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.router.reference import router, router_backward
 from moe_core.ops.routing.reference import layout as make_layout
@@ -33,6 +34,7 @@ from moe_core.specs import LayoutSpec, LogitsSpec, MatmulSpec, MoESpec
 from moe_core.specs.operands import (
     ExpertActivationOperands,
     ExpertWeights,
+    LoRAFactors,
     MatmulOperands,
     MoEOperands,
     OutputGradients,
@@ -81,10 +83,13 @@ class _Chain(NamedTuple):
     rows: Rows
     source: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    lora: LoRATwin | None = None
 
     def at_once(self) -> bool:
         """True if nothing reads the first product's result before the others run."""
         arrays = vars(self.bundle)
+        if self.lora is not None:
+            return False
         plain = all(isinstance(arrays[name], np.ndarray) for name in ("gate_up", "down"))
         biases = any(array is not None for name, array in arrays.items() if name.endswith("_bias"))
         wide = self.x.dtype == working_dtype(self.x)
@@ -95,7 +100,12 @@ class _Chain(NamedTuple):
         names = [name for name in ("gate_up", "up") if getattr(self.bundle, name) is not None]
         sides = [(getattr(self.bundle, name), getattr(self.bundle, f"{name}_bias", None)) for name in names]
         products = [MatmulOperands(self.x, weight, bias=bias, layer_index=self.layer_index) for weight, bias in sides]
-        return np.concatenate([matmul_ogs(operands, matmul, self.rows) for operands in products], axis=1)
+        if self.lora is None:
+            return np.concatenate([matmul_ogs(operands, matmul, self.rows) for operands in products], axis=1)
+        matmul = dataclasses.replace(matmul, out_dtype="float32")
+        plain = [dataclasses.replace(one, bias=None) for one in products]
+        sums = np.concatenate([matmul_ogs(operands, matmul, self.rows) for operands in plain], axis=1)
+        return self.lora.pre_activation(sums, [bias for _, bias in sides], self.rows, plain_name(self.x))
 
 
 class MoEBackward:
@@ -112,6 +122,7 @@ class MoEBackward:
         self.x, self.experts, self.routing = operands.x, operands.experts, operands.routing
         self.token_mask, self.expert_map, self.shared = operands.token_mask, operands.expert_map, operands.shared
         self.gradients, self.spec, self.stages, self.request = gradients, spec, stages, request
+        self.lora = operands.lora
         self.results: dict[str, np.ndarray] = {}
         self.d_out = round_to(gradients.output, self.x.dtype)
         # Through the experts, and all else, which is summed first as in the kernels.
@@ -158,6 +169,14 @@ class MoEBackward:
         def fill(then: Callable[[slice], None] | None) -> None:
             source, tokens = chain.source, chain.tokens
             d_y, gather, follow = d_out, "row", then
+            if chain.lora is not None:
+                plain = dataclasses.replace(product, out_dtype="float32")
+                operands = MatmulOperands(d_y, bundle.down, layer_index=chain.layer_index)
+                matmul.input_gradient(operands, plain, chain.rows, places=(d_hidden_RF,))
+                chain.lora.pull_back(2, d_y, d_hidden_RF)
+                if then is not None:
+                    then(slice(0, len(d_hidden_RF)))
+                return
             if source is not None and tokens is not None and then is not None:
 
                 def gather_too(block: slice) -> None:
@@ -178,7 +197,15 @@ class MoEBackward:
         operands = dataclasses.replace(weighting, d_hidden=d_hidden_RF, pre=pre)
         d_pre_RN, hidden_RF, d_weight = expert_activation_backward(operands, activation=spec.activation, fill=fill)
         operands = MatmulOperands(d_pre_RN, bundle.gate_up, bundle.up, layer_index=chain.layer_index)
-        d_rows_RD = matmul.input_gradient(operands, product, chain.rows, later=later)
+        if chain.lora is None:
+            d_rows_RD = matmul.input_gradient(operands, product, chain.rows, later=later)
+        else:
+            wide = dataclasses.replace(product, out_dtype="float32")
+            d_rows_RD = matmul.input_gradient(operands, wide, chain.rows)
+            chain.lora.pull_back(1, d_pre_RN, d_rows_RD)
+            d_rows_RD = round_to(d_rows_RD, plain_name(d_pre_RN))
+            weight = weighting.row_weight
+            self.results |= chain.lora.gradients(chain.x, hidden_RF, d_pre_RN, d_out, weight, self.request.wants)
         width = d_pre_RN.shape[1] // 2 if bundle.up is not None else d_pre_RN.shape[1]
         factors = {
             "down": (hidden_RF, d_out),
@@ -211,6 +238,10 @@ class MoEBackward:
         arrays = stages.get("layout") or make_layout(ids, self.expert_map, self.token_mask, layout=layout)
         sizes, start, slot_of_row, self.row_of_slot = arrays[:4]
         rows = rows_of(layout, sizes, start, slot_of_row)
+        lora = None
+        if self.lora is not None:
+            rows = in_slot_order(rows)
+            lora = LoRATwin(self.lora, layout, self.spec, stages["adapters"], slot_of_row)
         on_input = self.spec.apply_router_weight_on_input
         source = scale_rows(self.x, stages["weights"]) if on_input else self.x
         # By layout row from here on. Rows without a slot are undefined.
@@ -225,7 +256,7 @@ class MoEBackward:
             product = matmul.bias_product(self.d_out, bias, rows, gather="token")
         row_of_slot = self.row_of_slot
         x, d_out = (np.empty((len(tokens), array.shape[1]), array.dtype) for array in (source, self.d_out))
-        chain = _Chain(experts, "d_experts.", layer_index, x, d_out, rows, source, tokens)
+        chain = _Chain(experts, "d_experts.", layer_index, x, d_out, rows, source, tokens, lora)
         if pre is None or not chain.at_once() or min(slot_of_row.min(initial=0), row_of_slot.min(initial=0)) < 0:
             chain = chain._replace(x=source[tokens], d_out=self.d_out[tokens], tokens=None)
         weighting = ExpertActivationOperands(None, None, row_of_slot, None if on_input else weights, product)
@@ -345,10 +376,13 @@ def moe_backward_plan(
     layout = "tokens_per_expert", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot"
     stages["layout"] = tuple(arrays[name] for name in layout)
     stages |= {stage: arrays[name] for name, stage in _SAVED.items() if name in arrays}
+    lora = bundle_of(LoRAFactors, arrays, "lora.") if "lora.scale" in arrays else None
+    if lora is not None:
+        stages["adapters"] = {name: arrays.get(f"saved.{name}") for name in ("virtual_start", "low1", "low2")}
     into = {name: arrays["into." + name.removeprefix("d_")] for name in options.accumulate}
     request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), options.wide, by_slot)
     operands, gradients = (
-        MoEOperands(arrays["x"], experts, routing, *masks, shared),
+        MoEOperands(arrays["x"], experts, routing, *masks, shared, lora),
         bundle_of(OutputGradients, arrays, "gradients."),
     )
     results = MoEBackward(gradients, operands, spec, stages, request).run()

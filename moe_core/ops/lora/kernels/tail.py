@@ -1,0 +1,50 @@
+"""The low-rank tail of a product: further steps of its reduction."""
+
+import triton
+import triton.language as tl
+
+from moe_core.ops.common.kernels.aggregates import aggregate_of
+from moe_core.ops.lora.kernels.dropout import kept
+
+#: low `[rows, RANK]` times factor `[SLOTS, experts, RANK, N]`, of which rows of a virtual expert take one matrix.
+#: THRESHOLD > 0: what the product adds is masked by MASKED `token` or `slot` (see `shrink`).
+Tail = aggregate_of(
+    "Tail",
+    """low factor start ranks seed RANK SLOTS NUM_EXPERTS SLOT_STRIDE EXPERT_STRIDE R_STRIDE N_STRIDE THRESHOLD MASKED
+    SALT BLOCK_R""",
+)
+
+
+@triton.jit
+def add_tail(
+    total, rows, slots, exists, expert, columns, inside, tail, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr
+):
+    """Return fp32 sums `[rows, columns]` of an expert, continued by its adapters' steps, ranks ascending.
+
+    Each row keeps only the sums of its adapter, so that others, even inf or NaN, change none of its bits.
+    """
+    low_row = tl.min(tl.where(exists, rows, 2147483647), axis=0)
+    high_row = tl.max(tl.where(exists, rows, -1), axis=0)
+    for adapter in range(tail.SLOTS):
+        group = expert * (tail.SLOTS + 1) + 1 + adapter
+        first, end = tl.load(tail.start + group), tl.load(tail.start + group + 1)
+        touched = (first <= high_row) & (end > low_row) & (end > first)
+        rank = tl.minimum(tl.load(tail.ranks + adapter * tail.NUM_EXPERTS + expert), tail.RANK)
+        steps = tl.where(touched, tl.cdiv(rank, tail.BLOCK_R), 0)
+        mine = exists & (rows >= first) & (rows < end)
+        matrix = tail.factor + tl.cast(adapter, tl.int64) * tail.SLOT_STRIDE
+        matrix += tl.cast(expert, tl.int64) * tail.EXPERT_STRIDE
+        part = total
+        if tail.THRESHOLD > 0:
+            part = tl.zeros(total.shape, dtype=tl.float32)
+        for step in range(steps):
+            r = step * tail.BLOCK_R + tl.arange(0, tail.BLOCK_R)
+            left = tl.load(tail.low + rows[:, None] * tail.RANK + r[None, :], mask=mine[:, None], other=0.0)
+            pointers = matrix + r[:, None] * tail.R_STRIDE + columns[None, :] * tail.N_STRIDE
+            right = tl.load(pointers, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(left.dtype)
+            part = tl.dot(left, right, part, input_precision=INPUT_PRECISION)
+        if tail.THRESHOLD > 0:
+            index = slots // TOP_K if tail.MASKED == "token" else slots
+            part = total + tl.where(kept(tail.seed, index, columns, tail.THRESHOLD, tail.SALT), part, 0.0)
+        total = tl.where(mine[:, None], part, total)
+    return total
