@@ -32,7 +32,7 @@ PACKAGE = {
         "import pytest\nfrom moe_core.plan.sizes import half, loop\n\n\n"
         "def test_half():\n    assert half(7) == 3\n\n\n"
         "def test_negative():\n    with pytest.raises(ValueError):\n        half(-2)\n\n\n"
-        "def test_loop():\n    assert loop(3) == 1\n\n\n"
+        "@pytest.mark.parametrize('x', [3, 4, 5])\ndef test_loop(x):\n    assert loop(x) == 1\n\n\n"
         "def test_that_fails():\n    assert half(7) == 4\n"
     ),
 }
@@ -43,8 +43,8 @@ from tools.mutate import sources
 sources.ROOT = pathlib.Path(sys.argv.pop(1))
 from tools.mutate import forks
 forks.SHARED = ("numpy", "hypothesis", "pytest")
-from tools.mutate import run
-run.PATIENCE = 2
+from tools.mutate import plugin, run
+run.PATIENCE, plugin.ENOUGH, plugin.FEWEST = 2, 0.0, 2
 from tools.mutate.__main__ import main
 sys.exit(main())
 """
@@ -70,7 +70,7 @@ def test_a_small_package(tmp_path: Path) -> None:
     assert of["return x - 1", "return (x + 1)"]["status"] == "survived", "the tests of its file ran"
     assert of["return x + 2", "return (x - 2)"]["status"] == "uncovered"
     assert not any(r["by"].endswith("test_that_fails") for r in results), "it fails without a mutation"
-    assert "1/1 tests/plan/test_sizes.py: 3 tests, 1 failed" in printed
+    assert "1/1 tests/plan/test_sizes.py: 4 tests, 1 failed, 1 alike" in printed
     assert 'after = "if (x <= 0):"' in printed and "| plan |" in printed and "least: 0.0% in specs" in printed
     for name, text in PACKAGE.items():
         assert (tmp_path / name).read_text() == text
@@ -104,6 +104,18 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     assert files("nobody_calls") == ["reduce", "ranks"]
     elsewhere = Mutation("moe_torch/ops/reduction/deeper/x.py", "f", "swap", 1, 0, 1, "")
     assert len(contexts.related(elsewhere)) == 2, "of the folder in any package"
+
+
+def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> None:
+    contexts, path, test = Contexts(), "moe_core/ops/reduction/sum.py", "tests/a/test_a.py::test"
+    functions = [f"{path}::both", f"{path}::one"]
+    tests = {f"{test}[1]": [1.0, [0, 1]], f"{test}[2]": [3.0, [0]]}
+    file = {"file": "tests/a/test_a.py", "setup": 0.1, "functions": functions, "tests": tests}
+    contexts.add(file | {"alike": [f"{test}[3]", "tests/a/test_a.py::unknown[3]"]})
+    assert contexts.seconds[f"{test}[3]"] == 2.0 and contexts.alike == {f"{test}[3]"}
+    assert contexts.related(Mutation(path, "both", "swap", 1, 0, 1, "")) == [f"{test}[{n}]" for n in (1, 3, 2)]
+    of_one = contexts.related(Mutation(path, "one", "swap", 1, 0, 1, ""))
+    assert of_one == [f"{test}[1]", f"{test}[3]"], "perhaps, and so behind those that are known to"
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

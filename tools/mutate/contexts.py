@@ -7,8 +7,9 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.mutate import forks, sources
 from tools.mutate.sources import ROOT, Mutation
@@ -56,11 +57,13 @@ def names_entry(test: str, entry: str) -> bool:
 
 @dataclass
 class Contexts:
-    """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder."""
+    """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder;
+    alike: tests that other parameters of their function were recorded for."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     setup: dict[str, float] = field(default_factory=dict)
     callers: dict[str, set[str]] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
 
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
@@ -78,6 +81,7 @@ class Contexts:
         if mutation.function == "<module>":
             tests = whole | self.callers.get(folder_of(mutation.path), set())
         first = tests
+        tests = tests | (whole & self.alike)
         shared, package = sources.folder_of(mutation.path), folder.partition("/")[0]
         if shared not in (None, "."):
             beginnings = (f"tests/{shared}/", f"tests/{package}/{shared}/")
@@ -94,17 +98,25 @@ class Contexts:
 
         return sorted(tests, key=cost)
 
-    def add(self, record: dict[str, object]) -> None:
-        functions, file = record["functions"], str(record["file"])
-        assert isinstance(functions, list) and isinstance(record["tests"], dict)
-        self.setup[file] = float(str(record["setup"]))
+    def add(self, record: dict[str, Any]) -> None:
+        functions, file = record["functions"], record["file"]
+        self.setup[file] = record["setup"]
+        recorded: dict[str, list[str]] = {}
         for test, (seconds, called) in record["tests"].items():
             self.seconds[test] = seconds
-            for index in called:
-                self.callers.setdefault(functions[index], set()).add(test)
-                path = functions[index].split("::")[0]
-                self.callers.setdefault(path, set()).add(test)
-                self.callers.setdefault(folder_of(path), set()).add(test)
+            recorded.setdefault(test.partition("[")[0], []).append(test)
+            self._note(test, {functions[index] for index in called})
+        for test in record.get("alike", ()):
+            if others := recorded.get(test.partition("[")[0]):
+                self.alike.add(test)
+                self.seconds[test] = sum(map(self.seconds.__getitem__, others)) / len(others)
+                called = [{functions[index] for index in record["tests"][other][1]} for other in others]
+                self._note(test, set.intersection(*called), {name.split("::")[0] for name in set.union(*called)})
+
+    def _note(self, test: str, functions: set[str], paths: Iterable[str] = ()) -> None:
+        paths = {name.split("::")[0] for name in functions}.union(paths)
+        for name in functions | paths | set(map(folder_of, paths)):
+            self.callers.setdefault(name, set()).add(test)
 
 
 def place(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -115,7 +127,7 @@ def digest(name: str) -> str:
     return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
 
 
-def recorded(folder: pathlib.Path, name: str) -> dict[str, object] | None:
+def recorded(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
     path = place(folder, name)
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -154,6 +166,7 @@ def record(
             continue
         bad = {str(event["test"]) for kind in ("failed", "skipped") for event in outcome.of(kind)}
         ran = {e["test"]: (e["seconds"], e["functions"]) for e in outcome.of("ran") if e["test"] not in bad}
+        alike = [event["test"] for event in outcome.of("alike")]
         functions = sorted({name for _, called in ran.values() for name in called})
         index = {name: position for position, name in enumerate(functions)}
         text = {
@@ -162,7 +175,9 @@ def record(
             "setup": next((event["seconds"] for event in outcome.of("collected")), 0.0),
             "functions": functions,
             "tests": {test: (seconds, [index[name] for name in called]) for test, (seconds, called) in ran.items()},
+            "alike": alike,
         }
         place(folder, outcome.job.name).write_text(json.dumps(text))
         failed = len(outcome.of("failed"))
-        say(f"{number}/{len(missing)} {outcome.job.name}: {len(ran)} tests, {failed} failed, {outcome.wall:.1f} s")
+        counts = f"{len(ran)} tests, {failed} failed, {len(alike)} alike"
+        say(f"{number}/{len(missing)} {outcome.job.name}: {counts}, {outcome.wall:.1f} s")

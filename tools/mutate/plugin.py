@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pathlib
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +18,18 @@ import pytest
 
 #: One of the numbers that `sys.monitoring` leaves to tools that are no debugger, profiler or coverage.
 MONITOR = 3
+#: A test function is recorded for so many seconds, and so many of its tests at least; the rest are taken to be alike.
+ENOUGH, FEWEST = 3.0, 3
+
+
+def seconds_on(began: float, used: float) -> float:
+    """Seconds since a moment as an idle machine would need them: the processor's, or the clock's by the load."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return round(max(time.process_time() - used, (time.monotonic() - began) / max(1.0, load)), 4)
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 class Plugin:
@@ -23,8 +38,10 @@ class Plugin:
     def __init__(self, report: pathlib.Path, root: str, order: list[str] | None, record: bool) -> None:
         self.report, self.root, self.record = report, root, record
         self.place = None if order is None else {name: index for index, name in enumerate(order)}
-        self.began = time.monotonic()
+        self.began, self.used = time.monotonic(), time.process_time()
         self.called: set[CodeType] = set()
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self.recorded: Counter[str] = Counter()
         if record and sys.version_info >= (3, 12):
             sys.monitoring.use_tool_id(MONITOR, "tools.mutate")
             sys.monitoring.register_callback(MONITOR, sys.monitoring.events.PY_START, self.note)
@@ -40,11 +57,20 @@ class Plugin:
             items[:] = sorted((i for i in items if i.nodeid in place), key=lambda item: place[item.nodeid])
         # Tests that plant faults look for texts in the sources: a mutation that changes the text is not found by them.
         items[:] = [item for item in items if "fault" not in item.nodeid and "planted" not in item.nodeid]
-        self.write(event="collected", tests=len(items), seconds=round(time.monotonic() - self.began, 3))
+        if self.record:
+            # Of many parameters those that are recorded lie anywhere among them.
+            first = {name: index for index, name in reversed([*enumerate(function_of(item) for item in items)])}
+            digests = {item: hashlib.sha256(item.nodeid.encode()).digest() for item in items}
+            items.sort(key=lambda item: (first[function_of(item)], digests[item]))
+        self.write(event="collected", tests=len(items), seconds=seconds_on(self.began, self.used))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        began = time.monotonic()
+        began, used, function = time.monotonic(), time.process_time(), function_of(item)
+        if self.record and self.spent[function] > ENOUGH and self.recorded[function] >= FEWEST:
+            self.write(event="alike", test=item.nodeid)
+            item.add_marker(pytest.mark.skip(reason="alike"))
+            return (yield)
         if self.record:
             self.called = set()
             self.watch(True)
@@ -53,7 +79,9 @@ class Plugin:
         finally:
             if self.record:
                 self.watch(False)
-            seconds = round(time.monotonic() - began, 4)
+            seconds = seconds_on(began, used)
+            self.spent[function] += seconds
+            self.recorded[function] += 1
             functions = sorted({name for code in self.called if (name := self.name(code))})
             self.write(event="ran", test=item.nodeid, seconds=seconds, functions=functions)
 
