@@ -112,7 +112,7 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path, monkeypatch: pytes
         assert largest / 8 < peak <= 1.2 * written, (format, peak, written)
 
 
-def test_threads_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_small_pieces_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, width, inner, layers = np.random.default_rng(0), 64, 32, (0, 1)
     config = config_of("qwen3_moe", hidden_size=width, moe_intermediate_size=inner, num_experts=16, num_hidden_layers=2)
     shapes = {"experts.gate_up_proj": (16, 2 * inner, width), "experts.down_proj": (16, width, inner)}
@@ -127,7 +127,8 @@ def test_threads_write_the_same_files(tmp_path: Path, monkeypatch: pytest.Monkey
     }
     path, written = write(tmp_path / "source", config, tensors), []
     for format in (format_named("int4_g32"), "nvfp4", "float32"):
-        for threads, work in ((1, 10**9), (4, 0)):
+        for threads, work, piece in ((1, 10**9, 2**24), (4, 0, 64)):
+            monkeypatch.setattr("moe_core.checkpoint.convert.source._PIECE_BYTES", piece)
             monkeypatch.setattr(stream, "_THREADS", threads)
             for module in (convert, convert.source, convert.whole):
                 monkeypatch.setattr(module, "WORK", work)
