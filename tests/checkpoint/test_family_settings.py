@@ -145,6 +145,10 @@ def test_settings_that_one_family_has() -> None:
     settings = text_model(settings_of(*ROWS["cohere2_moe"])).settings
     with pytest.raises(Unsupported, match=r"expert_selection_fn in config\.json must be"):
         layer_spec_from_config({**settings, "expert_selection_fn": "relu"})
+    config = text_model(settings_of(*ROWS["deepseek_v4"]))
+    settings = {**config.settings, "mlp_layer_types": None, "num_hash_layers": 1, "num_hidden_layers": 2}
+    for settings["num_hash_layers"], tables in ((0, ()), (1, (0,)), (9, (0, 1))):
+        assert architecture_of(dataclasses.replace(config, settings=settings)).tables == tables
     settings = settings_of(*ROWS["dbrx"])
     settings["ffn_config"] = {**settings["ffn_config"], "ffn_act_fn": "gelu"}
     with pytest.raises(InvalidInput, match=r"ffn_act_fn in config\.json must be an object or null, got 'gelu'"):

@@ -12,11 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
+import moe_jax.ops
+import moe_torch.ops
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import HUGGING_FACE, MAXTEXT, ExpertsSpec, LayerWeights, convert_weights
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
+from moe_core.specs.tuning import TileConfig, Tuning
 from moe_torch import LatentSpec, MoE, MoELayerSpec, OutputSpec, SharedExpertsSpec
 from tests.support.jax import on_a_cpu as on_a_cpu
 from tests.support.layer_reference import layer_stages
@@ -177,6 +180,26 @@ def test_tokens_that_a_limit_drops_leave_the_norm_of_experts_alone() -> None:
     found = layer.output.norm.grad.numpy()  # type: ignore[union-attr]
     assert found.any() and np.isfinite(found).all()
     np.testing.assert_array_equal(flat[D,], found)
+
+
+def test_options_reach_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    nnx = pytest.importorskip("moe_jax.nnx")
+    seen: dict[Any, list[Any]] = {moe_torch.ops: [], moe_jax.ops: []}
+
+    def spy(ops: Any, multiply: Any) -> None:
+        monkeypatch.setattr(ops, "matmul_ogs", lambda *call: seen[ops].append(call[2]) or multiply(*call))
+
+    for ops in seen:
+        spy(ops, ops.matmul_ogs)
+    tuning = Tuning(TileConfig(16, 16, 16), TileConfig(32, 16, 16))
+    spec, x = dataclasses.replace(SPECS["both"], tuning=tuning, allow_tf32=True), masked_rows(D)[0]
+    with running_on("reference"):
+        MoE.from_spec(spec)(torch.from_numpy(x))
+        nnx.MoE.from_spec(spec.stored_as(HUGGING_FACE), rngs=nnx.nnx.Rngs(0))(x)
+    for specs in seen.values():
+        assert len(specs) > 4 and all(one.allow_tf32 for one in specs)
+        of_experts = [one.tuning for one in specs if one.tuning != tuning.of_product()]
+        assert of_experts == [tuning.of_product(1), tuning.of_product(2)]
 
 
 @pytest.mark.parametrize("fields", [{"output": OutputSpec(scale=0.3)}, {"latent": LATENT}], ids=["scaled", "latent"])

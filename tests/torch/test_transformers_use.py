@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch.transformers
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.specs.tuning import Tuning
+from moe_core.specs.tuning import TileConfig, Tuning
 from moe_torch.transformers import experts
 from tests.support.torch import in_flat_buffer, on_engines, require_equal, running_on
 from tools.sweep import models
@@ -93,6 +93,19 @@ def test_options_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         require_equal(compiled(tokens()), model(tokens(), use_cache=False).logits, "compiled with options")
         assert whole.moebius_options.tuning.batch_invariant
         assert all(spec.batch_invariant for spec in seen)
+
+
+def test_options_reach_both_products_of_normalised_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    multiply = experts.ops.matmul_ogs
+    monkeypatch.setattr(experts.ops, "matmul_ogs", lambda *call: seen.append(call[2]) or multiply(*call))
+    tuning = Tuning(TileConfig(16, 16, 16), TileConfig(32, 16, 16))
+    with running_on("reference"):
+        model = build("muse_spark")
+        moe_torch.transformers.use(model, tuning=tuning, allow_tf32=True)
+        model(tokens())
+    assert seen and [one.tuning for one in seen] == [tuning.of_product(1), tuning.of_product(2)] * (len(seen) // 2)
+    assert all(one.allow_tf32 for one in seen)
 
 
 def test_main_grad_is_added_to() -> None:

@@ -19,7 +19,7 @@ import pytest
 #: One of the numbers that `sys.monitoring` leaves to tools that are no debugger, profiler or coverage.
 MONITOR = 3
 #: A test function is recorded for so many seconds, and so many of its tests at least; the rest are taken to be alike.
-ENOUGH, FEWEST = 3.0, 3
+ENOUGH, FEWEST = 1.0, 2
 
 
 def seconds_on(began: float, used: float) -> float:

@@ -23,8 +23,8 @@ from tools.mutate.tree import Tree
 FIRST_SECONDS, FIRST_FILES = 4.0, 3
 #: Seconds at most that a file beside the first is taken to need for its collection.
 SETUP = 1.0
-#: What a fork may take beside four times the recorded seconds, before it counts as one that never ends.
-PATIENCE = 15
+#: What a fork may take beside three times the recorded seconds, before it counts as one that never ends.
+PATIENCE = 8
 #: pytest's statuses that say that tests failed, or could not even be collected; and that none failed, or none is left.
 FAILED, PASSED = (1, 2, 4), (0, 5)
 
@@ -171,7 +171,7 @@ class Run:
             seconds = sum(self.contexts.seconds[t] for t in tests) + sum(self.contexts.setup[name] for name in named)
             Tree.at(tree).put(mutation)
             self.running[str(tree)] = (folder, mutation, skip, tests)
-            return forks.Job(mutation.key, tree, named, tests, PATIENCE + 4 * seconds)
+            return forks.Job(mutation.key, tree, named, tests, PATIENCE + 3 * seconds)
         return None
 
     def done(self, outcome: forks.Outcome) -> Result | None:

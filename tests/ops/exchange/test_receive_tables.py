@@ -199,7 +199,8 @@ def test_wrong_arguments() -> None:
         ({"header": None}, "header must be given unless mode='all_to_all'"),
         ({"num_rows": 5}, "num_rows must be 6"),
         ({"lost": ArraySpec((4,), "bool")}, "lost must be"),
-        ({"rank": 2}, "rank must be"),
+        *(({name: value}, f"{name} must be") for name, value in (("rank", 2), ("rank", -1), ("top_k", 0))),
+        *(({name: -1}, f"{name} must be") for name in ("num_rows", "num_tokens")),
         ({"spec": TableSpec("all_to_all", "slots", 2, 2, 4)}, "rows must be 'tokens' with mode='all_to_all'"),
     ):
         given = {"came": came, "spec": spec, "rank": 0, "top_k": 2, "num_rows": 6, "num_tokens": 3, "header": header}
