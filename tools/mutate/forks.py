@@ -185,9 +185,10 @@ def run(
         time.sleep(0.02)
         for job in list(running.values()):
             done, status = os.waitpid(job.pid, os.WNOHANG)
-            # On a busy machine a fork has little of a processor, whose seconds have a limit of their own.
+            # On a busy machine a fork has little of a processor, whose seconds have a limit of their own. One that
+            # waits for ever must end all the same.
             load = os.getloadavg()[0] / (os.cpu_count() or 1)
-            late = time.monotonic() - job.began > 4 * job.seconds * max(1.0, load)
+            late = time.monotonic() - job.began > 4 * job.seconds * min(max(1.0, load), 2.5)
             if not done and not late and resident(job.pid) <= MEMORY:
                 continue
             end(job)
