@@ -8,6 +8,7 @@ from moe_core.layers.convert import placements as placements
 from moe_core.layers.convert import tiled_specs as tiled_specs
 from moe_core.layers.costs import LayerCost as LayerCost
 from moe_core.layers.costs import layer_cost as layer_cost
+from moe_core.layers.lora import LoRA as LoRA
 from moe_core.layers.parameter import Parameter as Parameter
 from moe_core.layers.parameter import first_table as first_table
 from moe_core.layers.result import MoEAux as MoEAux

@@ -1,0 +1,111 @@
+"""Adapters of a layer's experts, as both frameworks' layers take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_core.base.checks import require_at_least, require_flags
+from moe_core.errors import InvalidInput, Unsupported
+from moe_core.layers.spec import MoELayerSpec
+from moe_core.specs.operands import LoRAFactors
+
+#: Factors of each target.
+TARGETS = {"gate_up": ("a1", "b1"), "down": ("a2", "b2")}
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of a layer's experts.
+
+    Args:
+        rank: of new adapters.
+        alpha: their scale is alpha / rank. None: rank, so that it is 1.
+        targets: `gate_up`, `down` or both.
+        slots: adapters held at once.
+        max_rank: the largest rank of a slot. None: rank.
+        rslora: the scale is alpha / sqrt(rank).
+        dropout: probability of a zero in the input of the factors A, in training.
+        shared: one pair of factors for all experts.
+        dtype: of the factors. None: that of the layer's parameters.
+    """
+
+    rank: int
+    alpha: float | None = None
+    targets: tuple[str, ...] = ("gate_up", "down")
+    slots: int = 1
+    max_rank: int | None = None
+    rslora: bool = False
+    dropout: float = 0.0
+    shared: bool = False
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        require_at_least("rank", self.rank, 1)
+        require_at_least("slots", self.slots, 1)
+        require_at_least("max_rank", self.largest, self.rank)
+        require_flags(self, "rslora", "shared")
+        if not self.targets or not set(self.targets) <= set(TARGETS) or len(set(self.targets)) < len(self.targets):
+            names, message = "gate_up and down", "targets must be among {}, each once, got {}; name these alone"
+            kind = Unsupported if {"router", "shared_experts"} & set(self.targets) else InvalidInput
+            raise kind(message.format(names, self.targets))
+        if not 0 <= self.dropout < 1:
+            raise InvalidInput(f"dropout must be in [0, 1), got {self.dropout}; pass a probability")
+
+    @property
+    def largest(self) -> int:
+        return self.rank if self.max_rank is None else self.max_rank
+
+    def scale(self, rank: int) -> float:
+        return (self.rank if self.alpha is None else self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+    def require_layer(self, spec: MoELayerSpec) -> None:
+        """Raise Unsupported for experts without adapters."""
+        scheme, refused = spec.experts.scheme, None
+        if spec.in_stages or spec.token_rounding is not None:
+            refused = "a layer in stages or with token rounding"
+        elif scheme is not None and scheme.activations is not None:
+            refused = f"experts with quantised activations ({scheme})"
+        if refused is not None:
+            raise Unsupported(f"lora must be None for {refused}, as these take no adapters, got {self}; leave it out")
+
+    def shapes(self, spec: MoELayerSpec) -> dict[str, tuple[int, ...]]:
+        """`[slots, E or 1, inputs, outputs]` of each factor of the targets, with ranks padded to a multiple of 16."""
+        experts, padded = 1 if self.shared else spec.num_experts, -(-self.largest // 16) * 16
+        width = spec.experts.activation.input_width(spec.d_ff)
+        sides = {"gate_up": (spec.d_model, width), "down": (spec.d_ff, spec.d_model)}
+        made: dict[str, tuple[int, ...]] = {}
+        for target, (a, b) in TARGETS.items():
+            if target in self.targets:
+                inside, outside = sides[target]
+                made |= {a: (self.slots, experts, inside, padded), b: (self.slots, experts, padded, outside)}
+        return made
+
+    def require_slot(self, slot: Any) -> int:
+        if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < self.slots:
+            raise InvalidInput(f"slot must be an integer in [0, {self.slots}), got {slot!r}; name one of these")
+        return slot
+
+    def require_rank(self, rank: int) -> int:
+        if not 1 <= rank <= self.largest:
+            raise InvalidInput(
+                f"rank must be in [1, {self.largest}], got {rank}; make the slots with a larger max_rank"
+            )
+        return rank
+
+    def rank_of(self, factors: LoRAFactors, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """The rank of one adapter, unpadded and without the axis of slots. shapes: of the slots. Raises InvalidInput
+        unless it fits them."""
+        every = {name: getattr(factors, name) for pair in TARGETS.values() for name in pair}
+        present = [name for name, one in every.items() if one is not None]
+        if present != list(shapes):
+            raise InvalidInput(f"factors must be {', '.join(shapes)}, got {', '.join(present)}; match the targets")
+        for name, (_, *shape) in shapes.items():
+            shape[2 if name[0] == "a" else 1] = tuple(every[f"a{name[1]}"].shape)[-1]
+            if list(every[name].shape) != shape:
+                raise InvalidInput(
+                    f"factors.{name} must be {shape}, got {list(every[name].shape)}; pass the adapter of this layer"
+                )
+        return self.require_rank(max(every[name].shape[-1] for name in shapes if name[0] == "a"))

@@ -1,0 +1,70 @@
+"""Options of adapters: shapes of their slots, scales, and adapters that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_core import InvalidInput, Unsupported
+from moe_core.formats import scheme_named
+from moe_core.layers import ExpertsSpec, LoRA, MoELayerSpec
+from moe_core.specs.operands import LoRAFactors
+
+
+def layer(**options: Any) -> MoELayerSpec:
+    return MoELayerSpec(d_model=8, d_ff=6, num_experts=4, top_k=2, **options)
+
+
+def factors(rank: int = 3, **changed: tuple[int, ...] | None) -> LoRAFactors:
+    shapes = {"a1": (4, 8, rank), "b1": (4, rank, 12), "a2": (4, 6, rank), "b2": (4, rank, 8)} | changed
+    return LoRAFactors(**{name: np.zeros(shape) for name, shape in shapes.items() if shape is not None})
+
+
+def test_slots_and_scales() -> None:
+    lora = LoRA(rank=3, alpha=6, slots=2, max_rank=17)
+    shapes = {"a1": (2, 4, 8, 32), "b1": (2, 4, 32, 12), "a2": (2, 4, 6, 32), "b2": (2, 4, 32, 8)}
+    assert lora.shapes(layer()) == shapes and lora.rank_of(factors(), shapes) == 3
+    assert LoRA(1, targets=("down",), shared=True).shapes(layer()) == {"a2": (1, 1, 6, 16), "b2": (1, 1, 16, 8)}
+    assert (lora.scale(3), lora.scale(12), LoRA(4).scale(4)) == (2, 0.5, 1)
+    assert LoRA(4, alpha=6, rslora=True).scale(4) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"slots": 0}, "slots must be"),
+        ({"max_rank": 3}, "max_rank must be"),
+        ({"targets": ()}, "targets must be"),
+        ({"targets": ("down", "down")}, "targets must be"),
+        ({"targets": ("router",)}, "targets must be"),
+        ({"dropout": 1.0}, "dropout must be"),
+        ({"shared": 1}, "shared must be"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    kind = Unsupported if "router" in options.get("targets", ()) else InvalidInput
+    with pytest.raises(kind, match=message):
+        LoRA(**{"rank": 4} | options)
+
+
+def test_adapters_that_do_not_fit() -> None:
+    lora = LoRA(rank=3)
+    shapes = lora.shapes(layer())
+    for wrong, message in (
+        (factors(a1=None, b1=None), "factors must be"),
+        (factors(b2=(4, 3, 9)), "factors.b2 must be"),
+        (factors(a1=(1, 8, 3)), "factors.a1 must be"),
+        (factors(rank=4), "rank must be"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            lora.rank_of(wrong, shapes)
+    with pytest.raises(InvalidInput, match="slot must be"):
+        lora.require_slot(1)
+    for spec in (layer(expert_scale=True), layer(experts=ExpertsSpec(scheme=scheme_named("fp8_channel")))):
+        with pytest.raises(Unsupported, match="lora must be None"):
+            lora.require_layer(spec)
+    lora.require_layer(layer())
