@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append({"storage": storage, "front_end": front_end, **json.loads(done.stdout)})
     print(table(rows, _COLUMNS))
     if options.output:
-        machine = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
         sizes = {"experts": options.experts, "d_model": options.width, "d_ff": options.width}
-        record = {"provenance": provenance("benchmarks.loading") | machine, "sizes": sizes, "rows": rows}
+        record = {"provenance": provenance("benchmarks.loading") | machine(), "sizes": sizes, "rows": rows}
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     return int(any(row["peak_over_weights"] > ALLOWED for row in rows))
 
@@ -89,6 +88,13 @@ def write_layer(directory: Path, storage: str, experts: int, width: int) -> None
             tensors[f"{block}experts.{name}_scales"] = ("U8", (experts, rows, width // 32))
     if storage == "mxfp4":
         config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.router"]}
+    write_random(directory, config, tensors)
+
+
+def write_random(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    """config.json, and a file of random numbers for name -> (BF16 or U8, shape)."""
     (directory / "config.json").write_text(json.dumps(config))
     header, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -156,9 +162,11 @@ def _reset_peak() -> int:
     return _memory("VmRSS")
 
 
-def _cpu() -> str:
+def machine() -> dict[str, Any]:
+    """For records of CPUs."""
     lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return lines[0].partition(":")[2].strip() if lines else platform.processor()
+    cpu = lines[0].partition(":")[2].strip() if lines else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()}
 
 
 if __name__ == "__main__":

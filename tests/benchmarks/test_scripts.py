@@ -18,6 +18,7 @@ pytest.importorskip("jax")
 import moe_torch
 from benchmarks import (
     compile_time,
+    convert,
     draws,
     energy,
     forward,
@@ -204,6 +205,18 @@ def run_loading(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[A
     (output.parent / "codes").mkdir()
     loading.write_layer(output.parent / "codes", "mxfp4", 4, 64)
     assert all(loading.measure(one, str(output.parent / "codes"))["weights_gib"] > 0 for one in ("torch", "flax"))
+    return [], ""
+
+
+def run_convert(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
+    output.parent.mkdir()
+    assert convert.main(["--experts", "4", "--widths", "256,96,96", "--rounds", "1", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["source"], row["target"]) for row in rows] == [
+        *(("qwen3_moe", target) for target in convert.TARGETS), ("gpt_oss", "bf16"), ("gpt_oss", "mxfp4")
+    ]  # fmt: skip
+    assert all(row[name] > 0 for row in rows for name in ("mb_s", "copy_mb_s", "cpu_ms", "copy_cpu_ms")), rows
+    assert rows[0]["megabytes"] < rows[2]["megabytes"]
     return [], ""
 
 
