@@ -27,6 +27,7 @@ import numpy as np
 from moe_core.checkpoint.packing import Component, Packing, Shape, plain_packing
 from moe_core.formats import MXFP4, Format, Scheme, int4_grouped, int8_grouped
 from moe_core.formats.tensor import QuantizedSpec, QuantizedTensor
+from moe_core.ops.quantize.codes import pack_nibbles, unpack_nibbles
 from moe_core.ops.quantize.reference import dequantize
 
 _FLOATS, _WORD_BITS = ("F16", "BF16", "F32"), 32
@@ -47,12 +48,6 @@ def _swap(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array.swapaxes(-1, -2))
 
 
-def _nibbles(array: np.ndarray) -> np.ndarray:
-    """Unpack the last axis, the low nibble first."""
-    as_bytes = np.ascontiguousarray(array).view(np.uint8)
-    return np.stack([as_bytes & 15, as_bytes >> 4], -1).reshape(*as_bytes.shape[:-1], -1)
-
-
 def _grouped(bits: int, group_size: int | None, zero_points: bool) -> Scheme:
     format = (int4_grouped if bits == 4 else int8_grouped)(group_size, zero_points)
     return Scheme(f"{format.name}_weights", format)
@@ -61,16 +56,14 @@ def _grouped(bits: int, group_size: int | None, zero_points: bool) -> Scheme:
 def awq(bits: int, group_size: int | None, settings: Mapping[str, Any]) -> Packing:
     def codes(words: np.ndarray) -> np.ndarray:
         """`[..., K, N]` of words along N."""
-        nibbles = _nibbles(words)
+        nibbles = unpack_nibbles(np.ascontiguousarray(words).view(np.uint8))
         return nibbles.reshape(*nibbles.shape[:-1], -1, 8)[..., _AWQ_NIBBLES].reshape(nibbles.shape)
 
     def values(words: np.ndarray) -> np.ndarray:
-        rows = _swap(codes(words))
-        return rows[..., ::2] | rows[..., 1::2] << 4
+        return pack_nibbles(_swap(codes(words)))
 
     def points(words: np.ndarray) -> np.ndarray:
-        rows = _swap(codes(words))
-        return rows[..., ::2, :] | rows[..., 1::2, :] << 4
+        return _swap(pack_nibbles(codes(words)))
 
     def groups(columns: int) -> int:
         return columns // (group_size or columns)
@@ -114,12 +107,12 @@ def permuted(packing: Packing, suffix: str) -> Packing:
 
     def plain(arrays: Arrays, rows: int, columns: int) -> np.ndarray:
         group = arrays["g_idx"].astype(np.int64)
-        codes = _nibbles(arrays["values"]) if packed else arrays["values"]
+        codes = unpack_nibbles(arrays["values"]) if packed else arrays["values"]
         codes = codes[..., :columns].astype(np.float32)
         zero = np.float32(format.own_element.zero_point)
         if "zero_points" in arrays:
             points = arrays["zero_points"]
-            points = _swap(_nibbles(_swap(points))) if packed else points
+            points = unpack_nibbles(points, -2) if packed else points
             zero = points[..., :rows, :].astype(np.float32)[..., group]
         return (codes - zero) * arrays["scales"].astype(np.float32)[..., group]
 
@@ -237,7 +230,7 @@ def torchao(settings: Mapping[str, Any]) -> tuple[Packing, ...]:
     def int4(arrays: Arrays, rows: int, columns: int) -> np.ndarray:
         scales, zero = (arrays[name].astype(np.float32) for name in ("scales", "zero_points"))
         group = columns // scales.shape[1]
-        codes = (_nibbles(arrays["values"]).astype(np.int8) ^ 8).astype(np.float32) - 8
+        codes = (unpack_nibbles(arrays["values"]).astype(np.int8) ^ 8).astype(np.float32) - 8
         return codes * np.repeat(scales, group, 1) + np.repeat(zero, group, 1)
 
     def blocks(arrays: Arrays, rows: int, columns: int) -> np.ndarray:

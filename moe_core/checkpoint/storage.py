@@ -26,11 +26,12 @@ from moe_core.checkpoint.gguf import open_gguf
 from moe_core.errors import InvalidInput, Unsupported
 
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-#: The package gives NumPy no 8-bit floats.
-_NUMPY_DTYPES: Mapping[str, Any] = {
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16,
-    "F16": np.float16, "F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
-    "I64": np.int64,
+#: Of headers. The package gives NumPy no 8-bit floats.
+NUMPY_DTYPES: Mapping[str, Any] = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "U8": np.uint8, "I8": np.int8,
+    "U16": np.uint16, "I16": np.int16, "U32": np.uint32, "I32": np.int32, "U64": np.uint64, "I64": np.int64,
+    "BOOL": np.bool_, "C64": np.complex64,
 }  # fmt: skip
 _PIECE_BYTES = 16 * 2**20
 #: XLA copies memory that is aligned to less.
@@ -53,7 +54,7 @@ class RawTensor:
         stored_shape = self._entry.shape
         shape = (len(range(*rows.indices(stored_shape[0]))), *stored_shape[1:]) if stored_shape else ()
         # The blocks of GGUF's types are bytes.
-        target = np.empty(shape, _NUMPY_DTYPES.get(self._entry.dtype, np.uint8))
+        target = np.empty(shape, NUMPY_DTYPES.get(self._entry.dtype, np.uint8))
         self.read_into(rows, target)
         return target
 
@@ -182,7 +183,7 @@ class TensorIndex:
 
 
 def read_tensor(file: TensorFile, name: str) -> np.ndarray:
-    return RawTensor(file, name)[:] if file.entry(name).dtype in _NUMPY_DTYPES else file.get_tensor(name)
+    return RawTensor(file, name)[:] if file.entry(name).dtype in NUMPY_DTYPES else file.get_tensor(name)
 
 
 def find_tensors(directory: Path) -> TensorIndex:
@@ -310,7 +311,7 @@ class StackReader(contextlib.ExitStack):
                 others = [self.tensor(other.tensor)[:] for other in part.others]
                 for piece in [slice(0, len(target))] if whole else _pieces(target):
                     if part.decode is None:
-                        same = _NUMPY_DTYPES.get(source.get_dtype()) == target.dtype
+                        same = NUMPY_DTYPES.get(source.get_dtype()) == target.dtype
                         if same and target.flags.c_contiguous and target.ndim:
                             source.read_into(piece, target[piece])
                         else:

@@ -277,7 +277,7 @@ class _Conversion:
     def _counted(self, name: str, matrix: Matrix, where: str = "") -> Callable[[], None]:
         """Look for NaN and infinities. The result notes them."""
         array = matrix.scales if isinstance(matrix, QuantizedTensor) else matrix
-        count = 0 if array.dtype == np.uint8 else count_not_finite(array)
+        count = count_not_finite(array)
         if count and not self._allow_not_finite:
             raise InvalidInput(
                 f"{name} must hold finite numbers, got {count} that are NaN or infinite in "

@@ -23,7 +23,7 @@ from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantized import ARRAYS
 from moe_core.checkpoint.resolve import Resolver, plain_part, scale_check, tensors_of
 from moe_core.checkpoint.stacks import LayerNames
-from moe_core.checkpoint.storage import FLOATING, Part, Stack, StackReader, turn
+from moe_core.checkpoint.storage import FLOATING, NUMPY_DTYPES, Part, Stack, StackReader, turn
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
 from moe_core.layers.convert import gate_place
 from moe_core.ops.common.rounding import round_to, to_float32
@@ -43,10 +43,6 @@ WORK = 16
 _EXPONENTS: Mapping[str, Any] = {
     "bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00), "float8_e4m3fn": np.uint8(0x7F),
     "float8_e5m2": np.uint8(0x7C),
-}  # fmt: skip
-_FLOATS: Mapping[str, Any] = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
 
 Matrix = np.ndarray | QuantizedTensor
@@ -171,7 +167,7 @@ class LayerSource:
         array = np.empty(stack.shape[1:], dtypes.numpy_dtype(self._dtypes[name]))
         for part in (*self._parts.get((name, expert), ()), *self._parts.get((name, None), ())):
             target, fused = array[part.place[1:]], not part.place or not isinstance(part.place[0], int)
-            values = self._of_all(part, stack, expert) if fused else self._decode(part, slice(None))
+            values = self._of_all(part, stack, expert) if fused else _decode(self._reader, part)
             target[...] = values[tuple(slice(size) for size in target.shape)]
         return array
 
@@ -183,19 +179,20 @@ class LayerSource:
             values = self._reader.tensor(part.tensor)[expert * rows : (expert + 1) * rows]
             return turn(values) if part.encode is turn else values
         if not part.others:
-            return self._decode(part, slice(expert, expert + 1))[0]
+            return _decode(self._reader, part, slice(expert, expert + 1))[0]
         with self._lock:
             if self._decoded is None or self._decoded[0] != part.tensor:
-                self._decoded = part.tensor, self._decode(part, slice(None))
+                self._decoded = part.tensor, _decode(self._reader, part)
             return self._decoded[1][expert]
 
-    def _decode(self, part: Part, rows: slice) -> np.ndarray:
-        arrays = []
-        for one in (part, *part.others):
-            arrays.append(self._reader.tensor(one.tensor)[rows if one is part else slice(None)])
-            if one.check is not None:
-                one.check(one.tensor, arrays[-1])
-        return arrays[0] if part.decode is None else part.decode(*arrays)
+
+def _decode(reader: StackReader, part: Part, rows: slice = slice(None)) -> np.ndarray:
+    arrays = []
+    for one in (part, *part.others):
+        arrays.append(reader.tensor(one.tensor)[rows if one is part else slice(None)])
+        if one.check is not None:
+            one.check(one.tensor, arrays[-1])
+    return arrays[0] if part.decode is None else part.decode(*arrays)
 
 
 def _splits(format: Format, gate_layout: str, rows: int) -> bool:
@@ -280,12 +277,7 @@ class DenseModules:
         stored = plain_part(part, packing, self._resolver, scale_check(packing, self._index))
 
         def read() -> Made:
-            arrays = [self._reader.tensor(one.tensor)[:] for one in (stored, *stored.others)]
-            for one, array in zip((stored, *stored.others), arrays, strict=True):
-                if one.check is not None:
-                    one.check(one.tensor, array)
-            assert stored.decode is not None
-            return Made([round_to(stored.decode(*arrays), dtype)])
+            return Made([round_to(_decode(self._reader, stored), dtype)])
 
         return Unit(
             (TensorPlan(part.tensor, HEADERS[dtype], part.shape),), lambda: [read], WORK * math.prod(part.shape)
@@ -306,6 +298,8 @@ def cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def count_not_finite(array: np.ndarray) -> int:
     """The number of elements that are NaN or infinite."""
+    if array.dtype.kind in "iub" or array.dtype == ml_dtypes.float8_e8m0fnu:
+        return 0
     exponent, rows, count = _EXPONENTS.get(array.dtype.name), max(1, len(array) * _AT_ONCE // max(1, array.size)), 0
     for start in range(0, len(array), rows):
         piece = array[start : start + rows]
@@ -317,14 +311,14 @@ def count_not_finite(array: np.ndarray) -> int:
 
 
 def pieces(file: TensorFile, name: str, plan: TensorPlan, made: Callable[[np.ndarray], Made]) -> Unit:
-    """A tensor of any dtype, as `made` returns each piece of its numbers or, of rare dtypes, its bytes."""
-    start, stored = file.entry(name).start, math.prod(plan.shape) * BITS[file.entry(name).dtype] // 8
-    dtype = _FLOATS.get(file.entry(name).dtype, np.uint8)
+    """A tensor of any dtype, as `made` returns each piece of its numbers."""
+    dtype, _, start = file.entry(name)
+    stored = math.prod(plan.shape) * BITS[dtype] // 8
 
     def read(first: int) -> Made:
         piece = np.empty(min(_PIECE_BYTES, stored - first), np.uint8)
         file.read_into(start + first, piece)
-        return made(piece.view(dtype))
+        return made(piece.view(NUMPY_DTYPES.get(dtype, np.uint8)))
 
     return Unit(
         (plan,), lambda: [partial(read, first) for first in range(0, max(1, stored), _PIECE_BYTES)], 4 * _PIECE_BYTES

@@ -22,22 +22,16 @@ import numpy as np
 
 from moe_core.base.files import path_of, whole_file
 from moe_core.checkpoint.config import read_json
+from moe_core.checkpoint.storage import NUMPY_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 
 JOURNAL, INDEX = "moebius-convert.json", "model.safetensors.index.json"
 _ALIGNMENT = 8
 _THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
 #: Bits of the dtypes in headers.
-BITS: Mapping[str, int] = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64), **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8), "F4": 4,
-}  # fmt: skip
-#: Headers' names of the arrays that a conversion makes.
-HEADERS = {
-    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
-    "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64",
-}  # fmt: skip
+BITS = {name: 8 * np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPES.items()} | {"F4": 4}
+#: Headers' names of arrays' dtypes.
+HEADERS = {np.dtype(dtype).name: name for name, dtype in NUMPY_DTYPES.items()}
 
 
 class TensorPlan(NamedTuple):

@@ -211,21 +211,6 @@ def headers(directory: Path, fact: str = "shape") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def test_transformers_reads_the_mxfp4_that_is_written(tmp_path):
-    torch = pytest.importorskip("torch")
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    path = source(tmp_path / "plain", "gpt_oss", "fused")
-    convert_checkpoint(path, tmp_path / "small", MXFP4)
-    tensors = load_file(tmp_path / "small" / "model.safetensors")
-    prefix = "model.layers.2.mlp.experts.down_proj"
-    blocks, scales = (torch.from_numpy(tensors[f"{prefix}_{part}"]) for part in ("blocks", "scales"))
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
-    original = open_checkpoint(path).layer(2).experts.down
-    ours = dequantize(quantize(np.ascontiguousarray(original.swapaxes(-1, -2)), MXFP4)).swapaxes(-1, -2)
-    np.testing.assert_array_equal(theirs, ours)
-
-
 @pytest.mark.parametrize(
     ("format", "error", "message"),
     [
