@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_core.base.checks import as_integer, require_choice, require_flag
-from moe_core.errors import Unsupported
+from moe_core.base.checks import as_integer, require_choice
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.routing.checks import require_distinct_ids, require_known_ids
@@ -29,6 +28,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import (
     ExpertWeights,
+    LoRAFactors,
     MatmulOperands,
     MoEOutput,
     RaggedLayout,
@@ -49,15 +49,15 @@ from moe_torch.bridge.options import dtype_name, layout_spec, require_instance
 from moe_torch.grouped import grouped_mm, scaled_grouped_mm
 from moe_torch.operators import stages
 from moe_torch.operators.kinds import as_int32
-from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, training_plans
+from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, require_checkable, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
 from moe_torch.rows import gather_rows, layout_of_runs, scale_rows
 
 __all__ = [
-    "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
-    "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
-    "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
+    "Activation", "ExpertWeights", "Format", "LayoutSpec", "LoRAFactors", "LogitsSpec", "MatmulOperands", "MatmulSpec",
+    "MatmulTuning", "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout",
+    "RoundedRouting", "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig",
+    "TileTable", "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
     "gather_rows", "grouped_mm", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix",
     "prepack_weights", "quantize", "quantize_rows", "reduce", "restore_weights", "rms_norm", "route", "route_rounded",
     "router", "scale_rows", "scaled_grouped_mm", "scheme_named", "unpack_bitmatrix",
@@ -193,7 +193,7 @@ def make_layout(
     Returns:
         the layout. An id outside [-1, E), or [-1, E_global) with expert_map, acts as -1 and counts in `invalid_ids`.
     """
-    _require_checkable(checked)
+    require_checkable(checked)
     num_experts, alignment = as_integer("num_experts", num_experts, 1), as_integer("alignment", alignment, 1)
     max_rows = None if max_rows is None else as_integer("max_rows", max_rows, 1)
     if rows is None:
@@ -223,7 +223,7 @@ def pack_bitmatrix(ids: torch.Tensor, num_experts: int, *, checked: bool = False
         num_experts: E.
         checked: raise InvalidInput for a repeated id, or one outside [-1, E). Waits, as in `make_layout`.
     """
-    _require_checkable(checked)
+    require_checkable(checked)
     num_experts = as_integer("num_experts", num_experts, 1)
     bitmatrix, duplicates, invalid_ids = stages.PACK_BITMATRIX.call(ids=as_int32(ids), num_experts=num_experts)
     if checked:
@@ -318,6 +318,8 @@ def moe(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: torch.Tensor | None = None,
     checked: bool = False,
 ) -> MoEOutput:
     """Run one whole MoE forward as one operator and one plan.
@@ -337,7 +339,9 @@ def moe(
         token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        checked: raise InvalidInput for an id outside [-1, E_global). Waits, as in `make_layout`.
+        lora: adapters' factors, differentiable (docs/user/lora.md).
+        adapter_ids: int32 `[T]`, with lora: the adapter of each token, -1 = none.
+        checked: raise InvalidInput for an id outside [-1, E_global), or of no adapter. Waits, as in `make_layout`.
 
     Returns:
         a MoEOutput. Passed ids and weights are returned unchanged.
@@ -346,8 +350,11 @@ def moe(
         Unsupported: also for second derivatives, and a gradient that does not exist.
     """
     if checked is not False:
-        _require_checkable(checked)
-    request = moe_request(x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared)
+        require_checkable(checked)
+    request = moe_request(
+        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared, lora=lora,
+        adapter_ids=adapter_ids,
+    )  # fmt: skip
     results = call(*request)
     output, tokens_per_expert, invalid_ids = results[:3]
     if isinstance(routing, TopK):
@@ -358,7 +365,7 @@ def moe(
         ids, weights, logits = results[3:]
     if checked:
         num_ids = tokens_per_expert.shape[0] if expert_map is None else expert_map.shape[0]
-        require_known_ids(int(invalid_ids), num_ids)
+        require_known_ids(int(invalid_ids), num_ids, adapters=lora is not None)
     return MoEOutput(output, ids, weights, logits, tokens_per_expert, invalid_ids)
 
 
@@ -371,6 +378,8 @@ def explain_moe(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: torch.Tensor | None = None,
     training: bool = False,
 ) -> Explanation:
     """Describe what `moe` would run for these arguments: buffers, kernels, decisions and summation orders. Runs
@@ -380,21 +389,10 @@ def explain_moe(
         training: explain the forward of a training step, then its backward with every gradient.
     """
     operator, arguments = moe_request(
-        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
-    )
+        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared, lora=lora,
+        adapter_ids=adapter_ids,
+    )  # fmt: skip
     target = target_of_device(operator.device_of(arguments[:-1]))
     if training:
         return explain_training(training_plans(operator, arguments, target))
     return Explanation.of(operator.plan(arguments, target))
-
-
-def _require_checkable(checked: bool) -> None:
-    """Refuse `checked` in traced code, or while a CUDA graph is captured."""
-    require_flag("checked", checked)
-    if not checked:
-        return
-    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        raise Unsupported(
-            "checked=True reads a counter on the host, which a compiled, exported or captured graph cannot do; "
-            "leave it out there and test invalid_ids afterwards"
-        )

@@ -32,7 +32,8 @@ class Rule:
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
         self.operator, self.differentiable, self.forward = operator, frozenset(differentiable), forward or operator
-        self.op = operator.name.partition(".")[0].partition("_backward")[0].removesuffix("_quantized")
+        packet = operator.name.partition(".")[0].partition("_backward")[0]
+        self.op = packet.removesuffix("_quantized").removesuffix("_lora")
 
     def run(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         results = call(self.forward, arguments)

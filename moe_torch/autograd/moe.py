@@ -14,7 +14,7 @@ from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.checks import why_no_moe_gradient
 from moe_core.ops.moe.names import CONSTANTS, FLOWING, result_names, saved_names
-from moe_core.specs.operands import SharedExpert, TopK
+from moe_core.specs.operands import LoRAFactors, SharedExpert, TopK
 from moe_torch.autograd.function import Rule, define_gradient
 from moe_torch.autograd.main_grad import destination, main_grads, require_eager
 from moe_torch.bridge import eager, private
@@ -71,7 +71,10 @@ class _MoE(Rule):
             ctx.holders = {name: tensors[name] for name in MATRICES if name in present and tensors[name].requires_grad}
         gate_up, gate = tensors["shared.gate_up"], tensors["shared.gate"]
         shared = None if gate_up is None else SharedExpert(gate_up, tensors["shared.down"], gate=gate)
-        names = (*self._results, *saved_names(spec, shared))
+        lora = None
+        if "lora.scale" in tensors:
+            lora = LoRAFactors(a1=tensors["lora.a1"], a2=tensors["lora.a2"])
+        names = (*self._results, *saved_names(spec, shared, lora))
         return tensors | dict(list(zip(names, results, strict=True))[1:])
 
     def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
@@ -150,6 +153,9 @@ def define_moe_gradients() -> None:
         (table.MOE_QUANTIZED, table.QUANTIZED_TRAINING),
         (table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO),
     )
+    for kind in table.LORA:
+        of_kind = [operators[kind] for operators in (table.LORA_BACKWARD, table.LORA_BACKWARD_INTO)]
+        define_gradient(_MoE(kind, table.LORA[kind], table.LORA_TRAINING[kind], *of_kind), *of_kind)
     push = pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING
     push_quantized = pushed.EXPERTS_PUSH_QUANTIZED, pushed.EXPERTS_PUSH_QUANTIZED_TRAINING
     for (forwards, backwards), pushes, pushing in (

@@ -25,6 +25,7 @@ from moe_torch.layers.blocks import act_as_block, block_weights
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
+from moe_torch.layers.lora.slots import run_with_adapters
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -194,6 +195,7 @@ class MoE(PlannedLayer):
             of_part = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             present = of_part or getattr(spec, part, None) is not None
             setattr(self, part, group(of_part, at_first, dtype, quantized, trained=trained) if present else None)
+        self.register_module("lora", None)
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         # Factors are applied between the stages, and other parts around the operator.
@@ -252,6 +254,7 @@ class MoE(PlannedLayer):
         gate_inputs: torch.Tensor | None = None,
         expert_ids: torch.Tensor | None = None,
         input_ids: torch.Tensor | None = None,
+        adapter_ids: torch.Tensor | None = None,
         return_aux: bool = False,
     ) -> Any:
         """Return y, of the shape and dtype of x `[..., D]`; with return_aux `(y, MoEAux)`.
@@ -266,12 +269,14 @@ class MoE(PlannedLayer):
             expert_ids: integers `[..., K]`, distinct experts of each token, weighted by the router without correction
                 bias. A token with an id outside [0, E) counts as masked.
             input_ids: integers `[...]`, token ids for a layer with a table of ids.
+            adapter_ids: int32 `[...]` after `add_lora`, the slot of each token's adapter, -1 = none. None: slot 0 of 1.
 
         Raises InvalidInput for wrong shapes, dtypes and devices, and Unsupported for main_grad under autocast.
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
         key, tensors, watch = self._key, None, self.watch if self.training else None
-        if token_mask is None and not (routed_by or return_aux or watch) and self.output is None:
+        adapted = adapter_ids is not None or self._modules["lora"] is not None
+        if token_mask is None and not (routed_by or return_aux or watch or adapted) and self.output is None:
             tensors = tensors_of(self, x)
             if tensors is not None and not any_autocast():
                 output = seen_output(key, tensors)
@@ -294,9 +299,12 @@ class MoE(PlannedLayer):
         arrays[0] = rows_of(x, d_model, dtype)
         if token_mask is not None:
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
-        if not (staged or return_aux or watch):
+        if not (staged or return_aux or watch or adapted):
             return output_of(self, x, arrays, key, tensors)
-        if staged:
+        if adapted:
+            results, overflow = run_with_adapters(self, arrays, x, adapter_ids, staged), None
+            output, counts, invalid, ids, chosen, logits = results
+        elif staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
             preset_ids = given_ids(self, x, expert_ids, input_ids)
             stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids)

@@ -82,7 +82,7 @@ class QuantizedMatrix(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedMatrix:
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = _moved(buffer, fn)
+                self._buffers[name] = moved_bytes(buffer, fn)
         return self
 
     def extra_repr(self) -> str:
@@ -90,11 +90,11 @@ class QuantizedMatrix(torch.nn.Module):
         return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}{tiled}"
 
 
-def _moved(buffer: Any, fn: Any) -> torch.Tensor:
+def moved_bytes(buffer: Any, fn: Any) -> torch.Tensor:
     """Apply fn to the bytes of a buffer, which keeps its dtype."""
     if hasattr(buffer, "device_mesh"):
         # DTensor confuses views of one shape in two dtypes.
-        return shared_like(buffer, _moved(buffer.to_local(), fn))
+        return shared_like(buffer, moved_bytes(buffer.to_local(), fn))
     raw = buffer.view(torch.uint8)
     moved = fn(raw)
     return (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.base.dtypes import canonical
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import HUGGING_FACE, LayerCost, layer_cost
 from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
@@ -17,6 +18,8 @@ from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
 from moe_core.specs.operands import MoEOperands
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.operator import Operator
+from moe_torch.bridge.options import require_instance
+from moe_torch.layers.lora.slots import LoRA, LoRAParameters, why_no_lora
 from moe_torch.layers.parameters import PrepackedExperts
 from moe_torch.operators.requests import operands_of
 
@@ -52,6 +55,26 @@ class PlannedLayer(PrepackedExperts):
         arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
         kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
         return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
+
+    def add_lora(self, lora: LoRA) -> LoRAParameters:
+        """Give the experts adapters, as `layer.lora`, and freeze the layer's other parameters, as PEFT does.
+
+        With one slot its adapter starts as new. Several are empty until `layer.lora.load` or `reset`. Returns
+        `layer.lora`. Raises InvalidInput for a layer with adapters, and Unsupported for one that takes none.
+        """
+        require_instance("lora", lora, LoRA)
+        if self._modules["lora"] is not None:
+            raise InvalidInput("the layer must have no adapters yet, got some; load into their slots")
+        if (reason := why_no_lora(self)) is not None:
+            raise Unsupported(f"add_lora takes layers that run as one operator, got {reason}; make another layer")
+        self.requires_grad_(False)
+        like = self._arrays(self._parts())[self._like_place]
+        self.lora = made = LoRAParameters(lora, self.spec, like).train(self.training)
+        for dropped in (False, True):
+            made.encode(self._options, dropped)
+        if lora.slots == 1:
+            made.reset()
+        return made
 
     def extra_repr(self) -> str:
         spec = self.spec

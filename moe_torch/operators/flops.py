@@ -44,6 +44,9 @@ def _parts(call: Any) -> dict[str, int]:
             for name in _EXPERTS:
                 matrix = getattr(bundle, name)
                 parts[f"{prefix}{name}"] = 0 if matrix is None else 2 * rows * matrix.shape[-1] * matrix.shape[-2]
+    for name in ("a1", "b1", "a2", "b2") if getattr(call, "lora", None) is not None else ():
+        factor = getattr(call.lora, name)
+        parts[f"lora.{name}"] = 0 if factor is None else 2 * slots * factor.shape[-1] * factor.shape[-2]
     if call.shared is not None and call.shared.gate is not None:
         parts["shared.gate"] = 2 * tokens * call.x.shape[1]
     return parts
@@ -63,6 +66,9 @@ def _backward(call: Any) -> int:
         for name in ("gate_up", "up"):
             total += parts[f"{prefix}{name}"] * (through + _wants(call, f"d_{bundle}.{name}"))
         total += parts[f"{prefix}down"] * (hidden + _wants(call, f"d_{bundle}.down"))
+    for name in ("a1", "b1", "a2", "b2"):
+        # A product pulls the gradient back, and one makes the factor's.
+        total += parts.get(f"lora.{name}", 0) * (1 + _wants(call, f"d_lora.{name}"))
     return total + (parts["gate_up"] + parts["up"] if call.spec.recompute else 0)
 
 
@@ -100,11 +106,19 @@ def _norm(call: Any) -> int:
 
 
 def _formulas() -> list[tuple[_Formula, Sequence[Operator]]]:
-    forwards = [one for kinds in (table.MOE, table.MOE_QUANTIZED, table.TRAINING, table.QUANTIZED_TRAINING)
+    forwards = [one for kinds in (table.MOE, table.MOE_QUANTIZED, table.TRAINING, table.QUANTIZED_TRAINING, table.LORA,
+                                  table.LORA_TRAINING)
                 for one in kinds.values()]  # fmt: skip
     backwards = [
         one
-        for kinds in (table.BACKWARD, table.BACKWARD_INTO, table.QUANTIZED_BACKWARD, table.QUANTIZED_BACKWARD_INTO)
+        for kinds in (
+            table.BACKWARD,
+            table.BACKWARD_INTO,
+            table.QUANTIZED_BACKWARD,
+            table.QUANTIZED_BACKWARD_INTO,
+            table.LORA_BACKWARD,
+            table.LORA_BACKWARD_INTO,
+        )
         for one in kinds.values()
     ]
     forwards += [pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, pushed.EXPERTS_PUSH_QUANTIZED]

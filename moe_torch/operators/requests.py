@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_core.base.checks import require_flag
 from moe_core.base.target import Target
+from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.steps import LaunchPlan
@@ -14,6 +16,7 @@ from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayoutArrays,
+    LoRAFactors,
     MatmulOperands,
     MoEOperands,
     RaggedLayout,
@@ -26,7 +29,7 @@ from moe_core.specs.operands import (
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import decode, require_instance
 from moe_torch.operators.stages import MATMUL_OGS, MATMUL_OGS_QUANTIZED
-from moe_torch.operators.table import MOE, MOE_QUANTIZED
+from moe_torch.operators.table import LORA, MOE, MOE_QUANTIZED
 
 _NO_LAYOUT = LayoutArrays()
 
@@ -88,9 +91,27 @@ def reads_formats(experts: Any, routing: Any, spec: Any, shared: Any = None) -> 
 
 
 def moe_request(
-    x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
+    x: Any,
+    experts: Any,
+    routing: Any,
+    spec: Any,
+    *,
+    token_mask: Any = None,
+    expert_map: Any = None,
+    shared: Any = None,
+    **adapters: Any,
 ) -> Request:
+    """adapters: lora and adapter_ids."""
     operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
+    if any(one is not None for one in adapters.values()):
+        require_instance("lora", adapters["lora"], LoRAFactors)
+        require_instance("adapter_ids", adapters["adapter_ids"], torch.Tensor)
+        operator = LORA[type(routing)]
+        arguments = operator.arguments(
+            x=x, experts=experts, routing=routing, token_mask=token_mask, expert_map=expert_map, shared=shared,
+            spec=spec, **adapters,
+        )  # fmt: skip
+        return Request(operator, arguments)
     operator = operators[type(routing)]
     arguments = operator.arguments(
         x=x, experts=experts, routing=routing, token_mask=token_mask, expert_map=expert_map, shared=shared, spec=spec,
@@ -107,3 +128,15 @@ def operands_of(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> MoE
 def training_plans(operator: Operator[..., Any], arguments: tuple[Any, ...], target: Target) -> tuple[LaunchPlan, ...]:
     operator.plan(arguments, target)
     return plan_training(operands_of(operator, arguments), decode(arguments[-1])[0], target)
+
+
+def require_checkable(checked: bool) -> None:
+    """Refuse `checked` in traced code, or while a CUDA graph is captured."""
+    require_flag("checked", checked)
+    if not checked:
+        return
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        raise Unsupported(
+            "checked=True reads a counter on the host, which a compiled, exported or captured graph cannot do; "
+            "leave it out there and test invalid_ids afterwards"
+        )

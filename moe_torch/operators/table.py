@@ -29,17 +29,20 @@ EXPERT_MATRICES = ("experts.gate_up", "experts.down", "experts.up")
 #: Everything that a forward may save, in the order of backwards' arguments.
 _SAVED = ("saved.pre_activation?", "saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
 _SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
+_SAVED_LOWS = ("saved.virtual_sizes", "saved.virtual_start", "saved.low1?", "saved.low2?")
 
 
-def moe_tensors(kind: type, matrices: Sequence[str] = ()) -> tuple[str, ...]:
-    """matrices: arrays that may be quantised, with static scales of their inputs."""
+def moe_tensors(kind: type, matrices: Sequence[str] = (), lora: bool = False) -> tuple[str, ...]:
+    """matrices: arrays that may be quantised, with static scales of their inputs. lora: adapters too."""
     experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
     shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     scales = [f"{name}?" for name in INPUT_SCALES if matrices]
-    return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared, *scales)
+    adapters = (*fields_of(bundles.LoRAFactors, "lora"), "adapter_ids") if lora else ()
+    return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared, *scales, *adapters)
 
 
 _BUNDLES = {"gradients": bundles.OutputGradients, "experts": bundles.ExpertWeights, "shared": bundles.SharedExpert}
+_BUNDLES |= {"lora": bundles.LoRAFactors}
 
 
 def moe_bundles(kind: type) -> dict[str, type]:
@@ -82,7 +85,12 @@ def training_shapes(call: Any) -> Outputs:
         "saved.shared_pre_activation": ((x.shape[0], widths.get("shared")), x.dtype),
         "saved.shared_gate": ((x.shape[0], 1), torch.float32),
     }
-    return outputs + [shapes[name] for name in saved_names(spec, shared)]
+    if (lora := getattr(call, "lora", None)) is not None:
+        groups = _num_experts(call.experts) * (lora.scale.shape[0] + 1)
+        shapes |= {"saved.virtual_sizes": ((groups,), torch.int32), "saved.virtual_start": ((groups + 1,), torch.int32)}
+        factors = {"saved.low1": lora.a1, "saved.low2": lora.a2}
+        shapes |= {name: ((rows, one.shape[-1]), x.dtype) for name, one in factors.items() if one is not None}
+    return outputs + [shapes[name] for name in saved_names(spec, shared, lora)]
 
 
 def plan_forward(
@@ -115,19 +123,24 @@ def _declare(name: str, kind: type, tensors: tuple[str, ...], *options: str, **m
     return Signature(name, tensors, options, moe_bundles(kind), **more)
 
 
-def _moe(kind: type, name: str, *matrices: str) -> Operator:
+def _moe(kind: type, name: str, *matrices: str, lora: bool = False) -> Operator:
     """Returns `result_names(kind)`."""
-    tensors, returns = moe_tensors(kind, matrices), len(result_names(kind))
+    tensors, returns = moe_tensors(kind, matrices, lora), len(result_names(kind))
     return Operator(_declare(name, kind, tensors, "spec", matrices=matrices, returns=returns), plan_forward, moe_shapes)
 
 
-def _training(kind: type, name: str, *matrices: str) -> Operator:
-    declaration = _declare(name, kind, moe_tensors(kind, matrices), "spec", matrices=matrices, returns=None)
+def _training(kind: type, name: str, *matrices: str, lora: bool = False) -> Operator:
+    declaration = _declare(name, kind, moe_tensors(kind, matrices, lora), "spec", matrices=matrices, returns=None)
     return TrainingOperator(declaration, functools.partial(plan_forward, save=True), training_shapes)
 
 
 def backward(
-    kind: type, name: str, *matrices: str, more: tuple[str, ...] = (), shapes: Callable[[Any], Outputs] = wide_gradients
+    kind: type,
+    name: str,
+    *matrices: str,
+    more: tuple[str, ...] = (),
+    shapes: Callable[[Any], Outputs] = wide_gradients,
+    lora: bool = False,
 ) -> Operator:
     """Takes gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
 
@@ -138,14 +151,15 @@ def backward(
     gradients = [f"gradients.{one}" + "?" * (one != "output") for one in FLOWING if one in result_names(kind)]
     added = [f"into.{matrix}!" for matrix in MATRICES if into]
     saved = [one.replace("?", "!") if into and one == "saved.pre_activation?" else one for one in _SAVED]
-    tensors = (*gradients, *moe_tensors(kind), *results, *saved, *more, *added)
+    saved += list(_SAVED_LOWS) if lora else []
+    tensors = (*gradients, *moe_tensors(kind, lora=lora), *results, *saved, *more, *added)
     rest: dict[str, Any] = {"matrices": matrices, "returns": None, "unplanned": ("memory",)}
     planner = functools.partial(plan_backward, overwrite=into)
     return BackwardOperator(_declare(name, kind, tensors, "spec", "wanted", **rest), planner, shapes)
 
 
-def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str) -> dict[type, Operator]:
-    return {kind: make(kind, f"{packet}.{overload}", *matrices) for kind, overload in _OVERLOADS.items()}
+def _by_kind(make: Callable[..., Operator], packet: str, *matrices: str, **options: bool) -> dict[type, Operator]:
+    return {kind: make(kind, f"{packet}.{overload}", *matrices, **options) for kind, overload in _OVERLOADS.items()}
 
 
 MOE = _by_kind(_moe, "moe")
@@ -157,3 +171,8 @@ BACKWARD_INTO = _by_kind(backward, "moe_backward_into")
 QUANTIZED_TRAINING = _by_kind(_training, "moe_quantized_training", *EXPERT_MATRICES)
 QUANTIZED_BACKWARD = _by_kind(backward, "moe_quantized_backward", *EXPERT_MATRICES)
 QUANTIZED_BACKWARD_INTO = _by_kind(backward, "moe_quantized_backward_into", *EXPERT_MATRICES)
+#: With adapters, on plain or quantised experts.
+LORA = _by_kind(_moe, "moe_lora", *EXPERT_MATRICES, lora=True)
+LORA_TRAINING = _by_kind(_training, "moe_lora_training", *EXPERT_MATRICES, lora=True)
+LORA_BACKWARD = _by_kind(backward, "moe_lora_backward", *EXPERT_MATRICES, lora=True)
+LORA_BACKWARD_INTO = _by_kind(backward, "moe_lora_backward_into", *EXPERT_MATRICES, lora=True)

@@ -1,5 +1,7 @@
-"""The LoRA examples refuse layers of which they would leave something out, and those of the modular kernel agree; that
-they run is shown by tests/docs/test_docs.py."""
+"""The LoRA example of JAX refuses layers of which it would leave something out, and those of the modular kernel agree.
+
+That they run is shown by tests/docs/test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,6 @@ on_all = pytest.mark.parametrize(("name", "options"), [pytest.param(*one, id=one
 def layer_spec(**options: Any) -> MoELayerSpec:
     given = {"top_k": 2, "experts": ExpertsSpec(gate_layout="halves"), "router": RouterSpec(renormalize=True)} | options
     return MoELayerSpec(d_model=8, d_ff=8, num_experts=4, **given)
-
-
-@on_all
-def test_torch(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    moe_torch = pytest.importorskip("moe_torch", reason="needs torch")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    example = importlib.import_module("lora_torch")
-    example.LoRA(moe_torch.MoE.from_spec(layer_spec(), device="meta"), 2, 1.0)
-    with pytest.raises(ValueError, match=f"ignore the layer's {name};"):
-        example.LoRA(moe_torch.MoE.from_spec(layer_spec(**options), device="meta"), 2, 1.0)
 
 
 @on_all

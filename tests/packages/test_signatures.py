@@ -24,6 +24,7 @@ PUBLISHED = {
     "moe_jax/modular/deep_gemm.py": {"deep_gemm_experts", "batched_deep_gemm_experts", "triton_or_deep_gemm_experts"},
     "moe_jax/modular/experts.py": {"fused_experts", "unfused_experts"},
     "moe_torch/grouped.py": {"scaled_grouped_mm"},
+    "moe_torch/ops.py": {"explain_moe", "moe"},
     "moe_jax/grouped.py": {"gmm"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/nnx.py": {"__init__"},

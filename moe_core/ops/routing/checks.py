@@ -5,7 +5,12 @@ from __future__ import annotations
 from moe_core.errors import InvalidInput
 
 
-def require_known_ids(invalid_ids: int, num_ids: int) -> None:
+def require_known_ids(invalid_ids: int, num_ids: int, *, adapters: bool = False) -> None:
+    if invalid_ids and adapters:
+        raise InvalidInput(
+            f"ids must be in [-1, {num_ids}), and adapter_ids -1 or slots in use, got {invalid_ids} others; correct "
+            "them, or leave checked out to treat them as -1"
+        )
     if invalid_ids:
         raise InvalidInput(
             f"ids must be in [-1, {num_ids}), got {invalid_ids} outside; correct them, or leave checked out to treat "

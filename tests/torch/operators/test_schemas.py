@@ -43,6 +43,11 @@ PARTS = {
         "into_shared_gate_up, Tensor(g!)? into_shared_down, Tensor(h!)? into_shared_up"
     ),
     "INPUT_SCALES": ("Tensor? experts_gate_up_input_scale, Tensor? experts_down_input_scale"),
+    "LORA": (
+        "Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, Tensor? lora_scale, Tensor? lora_ranks, "
+        "Tensor? lora_seed, Tensor adapter_ids"
+    ),
+    "LOWS": ("Tensor saved_virtual_sizes, Tensor saved_virtual_start, Tensor? saved_low1, Tensor? saved_low2"),
     "LAYOUT": ("Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"),
 }
 SCHEMAS = """
@@ -121,6 +126,37 @@ moe_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weig
     Tensor[]
 moe_backward_into.top_k(Tensor gradients_output, Tensor x, {EXPERTS}, Tensor routing_ids, Tensor
     routing_weights, {REST}, Tensor tokens_per_expert, {OVERWRITTEN}, {INTO}, str options) -> Tensor[]
+moe_lora.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST},
+    {INPUT_SCALES}, {LORA}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+moe_lora.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, {INPUT_SCALES}, {LORA}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor)
+moe_lora.top_k(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST}, {INPUT_SCALES},
+    {LORA}, str options) -> (Tensor, Tensor, Tensor)
+moe_lora_backward.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x, {QUANTIZED_EXPERTS},
+    Tensor routing_logits, Tensor? routing_correction_bias, {REST}, {LORA}, Tensor tokens_per_expert, Tensor ids,
+    Tensor weights, {SAVED}, {LOWS}, str options) -> Tensor[]
+moe_lora_backward.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor? gradients_logits, Tensor
+    x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor? routing_correction_bias, {REST},
+    {LORA}, Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {SAVED}, {LOWS}, str options) ->
+    Tensor[]
+moe_lora_backward.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor
+    routing_weights, {REST}, {LORA}, Tensor tokens_per_expert, {SAVED}, {LOWS}, str options) -> Tensor[]
+moe_lora_backward_into.router_logits(Tensor gradients_output, Tensor? gradients_weights, Tensor x,
+    {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias, {REST}, {LORA}, Tensor
+    tokens_per_expert, Tensor ids, Tensor weights, {OVERWRITTEN}, {LOWS}, {INTO}, str options) -> Tensor[]
+moe_lora_backward_into.router_weights(Tensor gradients_output, Tensor? gradients_weights, Tensor? gradients_logits,
+    Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor? routing_correction_bias,
+    {REST}, {LORA}, Tensor tokens_per_expert, Tensor ids, Tensor weights, Tensor logits, {OVERWRITTEN}, {LOWS},
+    {INTO}, str options) -> Tensor[]
+moe_lora_backward_into.top_k(Tensor gradients_output, Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor
+    routing_weights, {REST}, {LORA}, Tensor tokens_per_expert, {OVERWRITTEN}, {LOWS}, {INTO}, str options) -> Tensor[]
+moe_lora_training.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor? routing_correction_bias,
+    {REST}, {INPUT_SCALES}, {LORA}, str options) -> Tensor[]
+moe_lora_training.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?
+    routing_correction_bias, {REST}, {INPUT_SCALES}, {LORA}, str options) -> Tensor[]
+moe_lora_training.top_k(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_ids, Tensor routing_weights, {REST},
+    {INPUT_SCALES}, {LORA}, str options) -> Tensor[]
 moe_quantized.router_logits(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_logits, Tensor?
     routing_correction_bias, {REST}, {INPUT_SCALES}, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 moe_quantized.router_weights(Tensor x, {QUANTIZED_EXPERTS}, Tensor routing_weight, Tensor? routing_bias, Tensor?

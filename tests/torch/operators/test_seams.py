@@ -43,7 +43,13 @@ def test_every_operator_is_called_by_name_or_from_a_backward() -> None:
         # `routed` keeps a routing for a trace, and `watched` counts for a monitor. Neither returns numbers of a layer.
         if name in ("routed", "watched")
         or name.startswith(
-            ("moe_backward", "moe_quantized_backward", "experts_push_backward", "experts_push_quantized_backward")
+            (
+                "moe_backward",
+                "moe_quantized_backward",
+                "moe_lora_backward",
+                "experts_push_backward",
+                "experts_push_quantized_backward",
+            )
         )
     }
 

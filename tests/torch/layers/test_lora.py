@@ -1,0 +1,219 @@
+"""Adapters in torch: the op's gradients, programs, and the slots of a layer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import moe_torch
+from moe_core.specs import Activation, MoESpec
+from moe_core.specs.operands import LoRAFactors, map_arrays
+from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported
+from tests.support.training.lora import PAIRS, Problem, draw, oracle
+
+OAI = Activation("swiglu_oai", gate_layout="interleaved")
+GRADIENTS = ("d_x", "d_routing.weights", *(f"d_lora.{name}" for name in PAIRS))
+
+
+def tensors(bundle: Any) -> Any:
+    return map_arrays(bundle, lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def of_torch(problem: Problem) -> tuple[dict[str, Any], list[Any]]:
+    """Arguments of the op, and those that get gradients."""
+    x, routing, lora = torch.from_numpy(problem.x).requires_grad_(), tensors(problem.routing), tensors(problem.lora)
+    leaves = [x, routing.weights.requires_grad_(), *[getattr(lora, name).requires_grad_() for name in PAIRS]]
+    arguments = {"x": x, "experts": tensors(problem.experts), "routing": routing, "spec": problem.spec, "lora": lora}
+    return arguments | {"adapter_ids": torch.from_numpy(problem.adapter_ids)}, leaves
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4_w4a16"])
+def test_the_op_and_its_gradients(scheme: str | None) -> None:
+    problem = draw(MoESpec(OAI, weight_layout="out_in"), ranks=(3, 0, 16), sizes=(64, 64, 3, 2), scheme=scheme)
+    wanted, (arguments, leaves) = oracle(problem), of_torch(problem)
+    y = moe_torch.moe(**arguments).output
+    gradients = torch.autograd.grad(y, leaves, torch.from_numpy(problem.d_output))
+    for name, one in zip(("output", *GRADIENTS), (y.detach(), *gradients), strict=True):
+        assert np.linalg.norm(one.numpy() - wanted[name]) < 5e-6 * np.linalg.norm(wanted[name]), name
+    with torch.no_grad():
+        assert torch.equal(moe_torch.moe(**arguments).output, y)
+    compiled = torch.compile(lambda **named: moe_torch.moe(**named).output, fullgraph=True, backend="aot_eager")
+    again = compiled(**arguments)
+    others = torch.autograd.grad(again, leaves, torch.from_numpy(problem.d_output))
+    assert torch.equal(again, y) and all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
+    explained = moe_torch.explain_moe(**arguments, training=True)
+    assert "then ranks of each row's adapter" in explained
+
+
+def test_a_frozen_base_gets_no_gradient() -> None:
+    arguments, _ = of_torch(draw(MoESpec(OAI)))
+    experts = arguments["experts"]
+    moe_torch.moe(**arguments).output.sum().backward()
+    assert arguments["lora"].a1.grad is not None and experts.gate_up.grad is None
+    experts.gate_up.requires_grad_()
+    moe_torch.moe(**arguments).output.sum().backward()
+    assert experts.gate_up.grad.abs().sum() > 0
+
+
+def test_bad_calls() -> None:
+    arguments, _ = of_torch(draw(MoESpec(OAI)))
+    with pytest.raises(InvalidInput, match="lora must be"):
+        moe_torch.moe(**arguments | {"lora": None})
+    with pytest.raises(InvalidInput, match="adapter_ids"):
+        moe_torch.moe(**arguments | {"adapter_ids": arguments["adapter_ids"].long()})
+    arguments["adapter_ids"][0] = 9
+    with pytest.raises(InvalidInput, match="adapter"):
+        moe_torch.moe(**arguments, checked=True)
+
+
+def layer_of(scheme: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> moe_torch.MoE:
+    torch.manual_seed(0)
+    experts = ExpertsSpec(bias=True, scheme=None if scheme is None else moe_torch.scheme_named(scheme))
+    layer = moe_torch.MoE.from_spec(MoELayerSpec(64, 64, 4, 2, experts=experts, **options), dtype=dtype)
+    if scheme is not None:
+        for matrix in (layer.experts.gate_up, layer.experts.down):
+            matrix.values.random_(0, 256)
+            matrix.scales.fill_(120)
+    return layer
+
+
+def adapter(rank: int, seed: int, *, targets: tuple[str, ...] = ("gate_up", "down")) -> LoRAFactors:
+    torch.manual_seed(seed)
+    shapes = {"a1": (64, rank), "b1": (rank, 128), "a2": (64, rank), "b2": (rank, 64)}
+    names = [name for name in PAIRS if (name[1] == "1") == ("gate_up" in targets) or len(targets) == 2]
+    return LoRAFactors(**{name: torch.randn(4, *shapes[name]) / 8 for name in names})
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4_w4a16"])
+def test_slots(scheme: str | None) -> None:
+    layer, x = layer_of(scheme).eval(), torch.randn(3, 5, 64)
+    base = layer(x)
+    lora = layer.add_lora(LoRA(8, alpha=16, slots=3, max_rank=20))
+    ids = torch.randint(-1, 3, (3, 5), dtype=torch.int32)
+    assert torch.equal(layer(x, adapter_ids=ids), base), "empty slots add nothing"
+    first, second = adapter(20, 1), adapter(5, 2)
+    lora.load(0, first)
+    lora.load(2, second)
+    y, aux = layer(x, adapter_ids=ids, return_aux=True)
+    assert int(aux.invalid_ids) == int((ids == 1).sum())
+    changed = (y != base).any(-1)
+    assert torch.equal(changed, (ids == 0) | (ids == 2))
+    for slot, one in ((0, first), (2, second)):
+        alone = layer(x, adapter_ids=torch.full_like(ids, slot))
+        assert torch.allclose(alone[ids == slot], y[ids == slot], atol=1e-5, rtol=1e-5)
+        exported = lora.export(slot)
+        assert all(torch.equal(getattr(exported, name), getattr(one, name)) for name in PAIRS)
+        assert torch.equal(exported.scale, torch.full((4,), 16 / one.a1.shape[-1]))
+    lora.load(0, second)
+    lora.evict(2)
+    moved = layer(x, adapter_ids=ids)
+    assert torch.equal(moved[ids != 0], base[ids != 0])
+    again = copy.deepcopy(layer)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x, adapter_ids=ids), moved) and "lora.a1" in layer.state_dict()
+    assert layer.to(torch.float64).lora.scale.dtype == torch.float32
+
+
+def test_training_one_adapter_changes_nothing_else() -> None:
+    layer, x = layer_of().train(), torch.randn(30, 64)
+    base = layer(x)
+    frozen = {name: one.clone() for name, one in layer.state_dict().items()}
+    lora = layer.add_lora(LoRA(4, dropout=0.1))
+    assert torch.equal(layer.eval()(x), base), "a new adapter adds nothing"
+    wanted = torch.randn(30, 64)
+    optimizer, losses = torch.optim.Adam(layer.train().parameters(), 0.05), []
+    assert {name for name, one in layer.named_parameters() if one.requires_grad} == {f"lora.{name}" for name in PAIRS}
+    for _ in range(12):
+        loss = (layer(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(torch.equal(frozen[name], one) for name, one in layer.state_dict().items() if name in frozen)
+    assert not torch.equal(layer(x), layer(x)), "dropout draws anew"
+    assert torch.equal(layer.eval()(x), layer(x)), "no dropout in evaluation"
+    assert all(not one[..., 4:].any() for one in (lora.a1, lora.a2))
+
+
+def test_many_adapters_train_at_once() -> None:
+    layer, x = layer_of(), torch.randn(12, 64)
+    lora = layer.add_lora(LoRA(4, slots=2, rslora=True, alpha=3))
+    lora.reset(0)
+    lora.reset(1, rank=2)
+    assert lora.scale[:, 0].tolist() == pytest.approx([3 / 2, 3 / 2**0.5])
+    ids = torch.arange(12, dtype=torch.int32) % 3 - 1
+    layer(x, adapter_ids=ids).square().sum().backward()
+    assert lora.b1.grad is not None
+    together = lora.b1.grad.clone()
+    for slot in (0, 1):
+        lora.b1.grad = None
+        layer(x[ids == slot], adapter_ids=ids[ids == slot]).square().sum().backward()
+        assert torch.allclose(lora.b1.grad[slot], together[slot], atol=1e-5) and together[slot].any()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_dtypes_autocast_and_programs(shared: bool) -> None:
+    layer = layer_of(dtype=torch.bfloat16).eval()
+    lora = layer.add_lora(LoRA(4, shared=shared, dtype=torch.float32))
+    with torch.no_grad():
+        lora.b1.normal_()
+        lora.b2.normal_()
+    x = torch.randn(7, 64, dtype=torch.bfloat16)
+    y = layer(x)
+    assert y.dtype == torch.bfloat16 and lora.a1.shape[1] == (1 if shared else 4)
+    y.sum().backward()
+    assert lora.a1.grad is not None and lora.a1.grad.dtype == torch.float32
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
+    wide = layer_of()
+    wide.add_lora(LoRA(4, shared=shared))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide(x.float()).dtype == torch.bfloat16
+
+
+REFUSED = {
+    "capacity": ({"capacity_factor": 1.0}, None, Unsupported, "in stages"),
+    "quantised rows": ({}, "fp8_block", Unsupported, "quantised activations"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_take_no_adapters(name: str) -> None:
+    options, scheme, error, message = REFUSED[name]
+    experts = ExpertsSpec(scheme=None if scheme is None else moe_torch.scheme_named(scheme))
+    layer = moe_torch.MoE.from_spec(MoELayerSpec(128, 128, 4, 2, experts=experts, **options))
+    with pytest.raises(error, match=message):
+        layer.add_lora(LoRA(4))
+
+
+def test_bad_slots_and_options() -> None:
+    layer, x = layer_of(), torch.randn(3, 64)
+    ids = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="call add_lora first"):
+        layer(x, adapter_ids=ids)
+    lora = layer.add_lora(LoRA(4, slots=2, targets=("down",)))
+    for call, message in (
+        (lambda: layer(x), "adapter_ids must be given"),
+        (lambda: layer(x, adapter_ids=ids[:2]), "adapter_ids must be int32"),
+        (lambda: layer.add_lora(LoRA(4)), "no adapters yet"),
+        (lambda: lora.load(2, adapter(4, 0)), "slot must be"),
+        (lambda: lora.load(0, adapter(4, 0)), "factors must be a2, b2"),
+        (lambda: lora.load(0, adapter(5, 0, targets=("down",))), "rank must be in"),
+        (lambda: lora.load(0, dataclasses.replace(adapter(4, 0, targets=("down",)), b2=torch.zeros(4, 4, 63))), "b2"),
+        (lambda: lora.export(1), "rank must be in"),
+        (lambda: LoRA(4, targets=("gate",)), "targets"),
+        (lambda: LoRA(4, max_rank=2), "max_rank"),
+        (lambda: LoRA(4, dropout=1.0), "dropout"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            call()
+    with pytest.raises(Unsupported, match="targets"):
+        LoRA(4, targets=("router",))
+    with pytest.raises(Unsupported, match="expert_ids"):
+        layer(x, adapter_ids=ids, expert_ids=torch.zeros(3, 2, dtype=torch.int64))
