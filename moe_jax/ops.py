@@ -50,6 +50,7 @@ from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import (
     ExpertWeights,
     LayoutArrays,
+    LoRAFactors,
     MatmulOperands,
     MoEOutput,
     RaggedLayout,
@@ -86,10 +87,10 @@ from moe_jax.rows import gather_rows, layout_of_runs, scale_rows
 from moe_jax.trace import asked, noted, watched
 
 __all__ = [
-    "Activation", "ExpertWeights", "Format", "LayoutSpec", "LogitsSpec", "MatmulOperands", "MatmulSpec", "MatmulTuning",
-    "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout", "RoundedRouting",
-    "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig", "TileTable",
-    "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
+    "Activation", "ExpertWeights", "Format", "LayoutSpec", "LoRAFactors", "LogitsSpec", "MatmulOperands", "MatmulSpec",
+    "MatmulTuning", "MoEOutput", "MoESpec", "NormSpec", "QuantizedSpec", "QuantizedTensor", "RaggedLayout",
+    "RoundedRouting", "RouterLogits", "RouterSpec", "RouterWeights", "Routing", "Scheme", "SharedExpert", "TileConfig",
+    "TileTable", "Tiling", "TokenRounding", "TopK", "Tuning", "activation", "dequantize", "explain_moe", "format_named",
     "gather_rows", "gmm", "layout_of_runs", "make_layout", "matmul_ogs", "moe", "pack_bitmatrix", "prepack_weights",
     "quantize", "quantize_rows", "ragged_dot", "ragged_dot_general", "reduce", "restore_weights", "rms_norm", "route",
     "route_rounded", "router", "scale_rows", "scheme_named", "unpack_bitmatrix",
@@ -259,7 +260,7 @@ def _weigh(x: Array, routing: Any, spec: MoESpec, token_mask: Array | None, ids:
     return route(logits, spec.router, token_mask=token_mask, ids=ids).weights
 
 
-@over_rows("x", "token_mask", summed=("tokens_per_expert", "invalid_ids"))
+@over_rows("x", "token_mask", "adapter_ids", summed=("tokens_per_expert", "invalid_ids"))
 @watched(run_moe, _weigh)
 def moe(
     x: Array,
@@ -270,14 +271,16 @@ def moe(
     token_mask: Array | None = None,
     expert_map: Array | None = None,
     shared: SharedExpert | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: Array | None = None,
     checked: bool = False,
 ) -> MoEOutput:
     """Run one whole MoE forward as one custom call, and its gradients as one more, as `moe_torch.moe`.
 
-    x: bf16, fp16 or fp32 `[T, D]`.
+    x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`.
     """
     arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
-    return run_moe(x, experts, routing, spec, checked=checked, **arrays)
+    return run_moe(x, experts, routing, spec, checked=checked, **arrays, lora=lora, adapter_ids=adapter_ids)
 
 
 def explain_moe(
@@ -289,6 +292,8 @@ def explain_moe(
     token_mask: Array | None = None,
     expert_map: Array | None = None,
     shared: SharedExpert | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: Array | None = None,
     training: bool = False,
 ) -> Explanation:
     """Describe what `moe` would run for these arguments: every buffer, kernel, decision and summation order.
@@ -299,9 +304,8 @@ def explain_moe(
     Args:
         training: explain the forward of a training step, then its backward with every gradient.
     """
-    call, arguments, keywords = moe_request(
-        x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared
-    )
+    arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
+    call, arguments, keywords = moe_request(x, experts, routing, spec, **arrays, lora=lora, adapter_ids=adapter_ids)
     if training:
         return explain_training(training_plans(call, arguments, keywords))
     return Explanation.of(call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)))

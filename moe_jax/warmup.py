@@ -16,7 +16,15 @@ from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime import warmup as core
 from moe_core.runtime.warmup import WarmupReport
 from moe_core.specs.moe import MoESpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK, array_fields
+from moe_core.specs.operands import (
+    ExpertWeights,
+    LoRAFactors,
+    RouterLogits,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    array_fields,
+)
 from moe_jax.bridge import ffi, platforms
 from moe_jax.bridge.calls import moe_request, training_plans
 from moe_jax.ops import Array
@@ -28,6 +36,8 @@ class OptionalArguments(TypedDict, total=False):
     token_mask: Shaped | None
     expert_map: Shaped | None
     shared: SharedExpert | None
+    lora: LoRAFactors | None
+    adapter_ids: Shaped | None
 
 
 def warmup(
@@ -45,7 +55,7 @@ def warmup(
     XLA still compiles the program. Inside `moe_jax.export_target(...)` kernels are only compiled. Arrays may be
     `jax.ShapeDtypeStruct`s for the default device.
     """
-    plans, token_mask = [], optional.get("token_mask")
+    plans = []
     for count in core.token_counts(tokens):
         sized = routing
         if isinstance(routing, (RouterLogits, TopK)):
@@ -53,9 +63,11 @@ def warmup(
             sized = dataclasses.replace(
                 routing, **{name: _with_tokens(getattr(routing, name), count) for name in by_token}
             )
-        if token_mask is not None:
-            optional["token_mask"] = _with_tokens(token_mask, count)
-        call, arguments, keywords = moe_request(_with_tokens(x, count), experts, sized, spec, **optional)
+        others: dict[str, Any] = dict(optional)
+        for name in ("token_mask", "adapter_ids"):
+            if others.get(name) is not None:
+                others[name] = _with_tokens(others[name], count)
+        call, arguments, keywords = moe_request(_with_tokens(x, count), experts, sized, spec, **others)
         plans.append(call.plan(plan_moe, *arguments, options=ForwardOptions(**keywords)))
         if training:
             plans += training_plans(call, arguments, keywords)

@@ -68,6 +68,10 @@ class MoERule(Rule):
         reason = why_no_moe_gradient(self.operands.experts, self.spec, asked)
         if asked and reason is not None:
             raise Unsupported(reason)
+        if "lora.scale" in asked:
+            raise Unsupported(
+                "moe has no gradient of lora.scale; apply jax.lax.stop_gradient to it, and differentiate by the factors"
+            )
 
     def by_row(self) -> frozenset[str]:
         bias = getattr(self.operands.routing, "correction_bias", None)
@@ -75,8 +79,8 @@ class MoERule(Rule):
         return frozenset({*BY_TOKEN, *of_tokens, *_REPLAYED.values(), "wide"} & {*self.names})
 
     def folded(self, size: int) -> MoERule | None:
-        if self.spec.row_limit is not None or self.spec.rows_in_order:
-            return None
+        if self.spec.row_limit is not None or self.spec.rows_in_order or self.spec.lora_dropout:
+            return None  # A dropout's mask follows from the number of the token.
         operands, more = self.operands, functools.partial(more_rows, size=size)
         routing = {
             name: more(getattr(operands.routing, name))
@@ -87,6 +91,7 @@ class MoERule(Rule):
             operands,
             x=more(operands.x),
             token_mask=more(operands.token_mask),
+            adapter_ids=more(operands.adapter_ids),
             routing=dataclasses.replace(operands.routing, **routing),
         )
         replayed = self.replayed and bundles.TopK(more(self.replayed.ids), more(self.replayed.weights))
@@ -113,14 +118,25 @@ class MoERule(Rule):
         )
         elements["tokens_per_expert"] = zeros.at[of_element, local].add(1, mode="drop")
         elements["invalid_ids"] = invalid.sum(axis=1, dtype=jnp.int32)[:, None]
+        if "adapter_ids" in arrays:
+            ids, mask = arrays["adapter_ids"], arrays.get("token_mask", True)
+            absent = (self._adapters(arrays) != ids) & mask
+            elements["invalid_ids"] += absent.reshape(size, -1).sum(axis=1, dtype=jnp.int32)[:, None]
         return elements
+
+    def _adapters(self, arrays: Mapping[str, Any]) -> jax.Array:
+        """Adapters of tokens, -1 for those that do not exist."""
+        ids, present = arrays["adapter_ids"], (arrays["lora.ranks"] > 0).any(axis=1)
+        named = (ids >= 0) & (ids < present.shape[0])
+        return jnp.where(named & present[jnp.where(named, ids, 0)], ids, -1)
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         operands, routing, spec = self.operands, self.operands.routing, self.spec
         arrays = self._as_used(arrays)
         if self.replayed is not None:
             routing, spec = self.replayed, dataclasses.replace(spec, router=None)
-        options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save)
+        adapters = {"lora": operands.lora, "adapter_ids": operands.adapter_ids}
+        options = ForwardOptions(operands.token_mask, operands.expert_map, operands.shared, save, **adapters)
         outputs = self.execute(arrays, plan_moe, operands.x, operands.experts, routing, spec, options=options)
         if self.replayed is None or isinstance(operands.routing, bundles.TopK):
             return outputs
@@ -132,7 +148,7 @@ class MoERule(Rule):
         return outputs
 
     def kept(self) -> tuple[str, ...]:
-        return saved_names(self.spec, self.operands.shared)
+        return saved_names(self.spec, self.operands.shared, self.operands.lora)
 
     def saved(self, outputs: dict[str, Any]) -> dict[str, Any]:
         values = {name: one for name, one in outputs.items() if name not in ("output", "invalid_ids")}
@@ -173,6 +189,11 @@ class MoERule(Rule):
         experts, results = fields["experts."], {}
         if "down" not in experts:
             raise Unsupported(formulas.QUANTIZED.format("moe"))
+        if self.operands.lora is not None:
+            raise Unsupported(
+                "moe with lora has gradients alone, neither forward mode nor second derivatives; use jax.grad or "
+                "jax.vjp, once"
+            )
         x, mask = arrays.get("wide", arrays["x"]).astype(self.operands.x.dtype), arrays.get("token_mask")
         whole, x = x, x if mask is None else jnp.where(mask[:, None], x, 0)
         if isinstance(routing, bundles.TopK):

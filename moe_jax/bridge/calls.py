@@ -260,10 +260,18 @@ def refuse_main_grad(spec: Any) -> None:
         )
 
 
+_OPTIONAL = ("token_mask", "expert_map", "adapter_ids", "shared", "lora")
+
+
 def moe_request(
-    x: Any, experts: Any, routing: Any, spec: Any, *, token_mask: Any = None, expert_map: Any = None, shared: Any = None
+    x: Any, experts: Any, routing: Any, spec: Any, **optional: Any
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad."""
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad.
+
+    optional: token_mask, expert_map, adapter_ids, shared, lora.
+    """
+    if unknown := [name for name in optional if name not in _OPTIONAL]:
+        raise TypeError(f"moe takes {', '.join(_OPTIONAL)}, got {unknown[0]}; correct the name")
     require_type("experts", experts, bundles.ExpertWeights)
     require_type("routing", routing, bundles.RouterWeights, bundles.RouterLogits, bundles.TopK)
     require_type("spec", spec, MoESpec)
@@ -273,11 +281,12 @@ def moe_request(
     call = OpCall("moe")
     of_x, of_experts = call.array("x", x), call.bundle("experts", experts, "experts.")
     arguments = of_x, of_experts, call.bundle("routing", routing, "routing."), spec
-    optional = {"token_mask": token_mask, "expert_map": expert_map}
-    keywords: dict[str, Any] = {name: call.optional(name, array) for name, array in optional.items()} | {"shared": None}
-    if shared is not None:
-        require_type("shared", shared, bundles.SharedExpert)
-        keywords["shared"] = call.bundle("shared", shared, "shared.")
+    keywords: dict[str, Any] = {name: call.optional(name, optional.get(name)) for name in _OPTIONAL[:3]}
+    for name, kind in (("shared", bundles.SharedExpert), ("lora", bundles.LoRAFactors)):
+        keywords[name] = bundle = optional.get(name)
+        if bundle is not None:
+            require_type(name, bundle, kind)
+            keywords[name] = call.bundle(name, bundle, f"{name}.")
     return call, arguments, keywords
 
 

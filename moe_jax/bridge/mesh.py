@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -237,6 +238,10 @@ class _OnRows:
         if self.grouped is not None and self.over:
             x, sizes = self.grouped
             arrays = arrays | {sizes: _here(arrays[sizes], arrays[x].shape[0], self.over)}
+        if self.over and (lora := arrays.get("lora")) is not None and lora.seed is not None:
+            # Tokens are numbered on each device, so that each needs masks of a dropout by another seed.
+            seed = lora.seed + jax.lax.axis_index(self.over).astype(lora.seed.dtype)
+            arrays = arrays | {"lora": dataclasses.replace(lora, seed=seed)}
         result = self.op(**arrays, **dict(self.options))
         if not self.summed or not self.over:
             return result
