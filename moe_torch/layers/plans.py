@@ -68,8 +68,9 @@ class PlannedLayer(PrepackedExperts):
         if (reason := why_no_lora(self)) is not None:
             raise Unsupported(f"add_lora takes layers that run as one operator, got {reason}; make another layer")
         self.requires_grad_(False)
+        gate_layout = "interleaved" if self.storage.gate_layout == "interleaved" else "halves"
         like = self._arrays(self._parts())[self._like_place]
-        self.lora = made = LoRAParameters(lora, self.spec, like).train(self.training)
+        self.lora = made = LoRAParameters(lora, self.spec, like, gate_layout).train(self.training)
         for dropped in (False, True):
             made.encode(self._options, dropped)
         if lora.slots == 1:

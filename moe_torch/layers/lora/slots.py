@@ -7,14 +7,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_core.base.checks import require_at_least, require_flags
+from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.operands import LoRAFactors, RouterWeights, named_fields
 from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.layers.parameters import moved_bytes
+from moe_torch.layers.weights import from_numpy
 from moe_torch.operators.table import LORA
 
 _OPERATOR = LORA[RouterWeights]
@@ -80,9 +83,9 @@ class LoRAParameters(torch.nn.Module):
     scale: torch.Tensor
     ranks: torch.Tensor
 
-    def __init__(self, options: LoRA, spec: Any, like: torch.Tensor) -> None:
+    def __init__(self, options: LoRA, spec: Any, like: torch.Tensor, gate_layout: str) -> None:
         super().__init__()
-        self.options = options
+        self.options, self.gate_layout = options, gate_layout
         #: The operator's options by the layer's, without and with dropout.
         self.options_of: dict[tuple[str, bool], str] = {}
         experts, width = (1 if options.shared else spec.num_experts), spec.experts.activation.input_width(spec.d_ff)
@@ -138,32 +141,38 @@ class LoRAParameters(torch.nn.Module):
         return rank
 
     @torch.no_grad()
-    def load(self, slot: int, factors: LoRAFactors) -> None:
+    def load(self, slot: int, factors: LoRAFactors | ExpertAdapter) -> None:
         """Copy an adapter into a slot, in place of what it holds.
 
-        factors: without the axis of slots, unpadded: a1 `[E or 1, D, r]`, b1 `[E or 1, r, N]`, a2, b2 likewise, for the
-        layer's targets; scale fp32 `[E]` or None for that of the options and r; ranks int32 `[E]` or None for r.
+        factors: a layer's adapter of `moe_core.checkpoint.read_adapter`, or arrays without the axis of slots: a1 `[E or
+        1, D, r]`, b1 `[E or 1, r, N]`, a2, b2 likewise; scale fp32 `[E]`, None: by the options and r; ranks int32
+        `[E]`, None: r. A pair that is None adds nothing.
         """
+        if isinstance(factors, ExpertAdapter):
+            factors = LoRAFactors(**factors.with_gate_layout(self.gate_layout).operands())
         require_instance("factors", factors, LoRAFactors)
         slot, present = self._slot(slot), self.present()
-        given = {name: torch.as_tensor(one) for name, one in named_fields(factors)}
-        if (names := {name for name in given if name in _FACTORS}) != set(present):
-            raise InvalidInput(
-                f"factors must be {', '.join(present)}, got {', '.join(sorted(names))}; match the targets"
-            )
-        rank = self._rank(max(given[name].shape[-1] for name in present if name[0] == "a"))
-        for name, array in present.items():
-            one, shape = given[name], list(array.shape[1:])
-            side = given[f"a{name[1]}"].shape[-1]
-            shape[2 if name[0] == "a" else 1] = side
-            if list(one.shape) != shape:
+        arrays = [(name, one) for name, one in named_fields(factors) if name != "seed"]
+        given = {name: from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in arrays}
+        names = [name for name in given if name in _FACTORS]
+        if not names or not set(names) <= set(present):
+            wanted, got = ", ".join(present), ", ".join(sorted(names)) or "none"
+            raise InvalidInput(f"factors must be of {wanted} as the layer's targets are, got {got}; pass these")
+        for name in names:
+            other = given.get(f"a{name[1]}")
+            shape, axis = list(present[name].shape[1:]), 2 if name[0] == "a" else 1
+            shape[axis] = min(shape[axis], 0 if other is None else other.shape[-1])
+            if list(given[name].shape) != shape:
                 raise InvalidInput(
-                    f"factors.{name} must be {shape}, got {list(one.shape)}; pass the adapter of this layer"
+                    f"factors.{name} must be {shape} at most, got {list(given[name].shape)}; pass an adapter of this "
+                    "layer, or slots with a larger max_rank"
                 )
-        for name, array in present.items():
-            one = given[name].to(array.device, array.dtype)
+        rank = max(given[name].shape[-1] for name in names if name[0] == "a")
+        for array in present.values():
             array[slot].zero_()
-            (array[slot, :, :, : one.shape[2]] if name[0] == "a" else array[slot, :, : one.shape[1]]).copy_(one)
+        for name in names:
+            one, to = given[name].to(present[name]), present[name][slot]
+            (to[..., : one.shape[2]] if name[0] == "a" else to[:, : one.shape[1]]).copy_(one)
         self.scale[slot] = given["scale"].to(self.scale) if "scale" in given else self.options.scale(rank)
         self.ranks[slot] = given["ranks"].to(self.ranks) if "ranks" in given else rank
 
@@ -175,7 +184,9 @@ class LoRAParameters(torch.nn.Module):
     @torch.no_grad()
     def export(self, slot: int = 0) -> LoRAFactors:
         """Copies of an adapter's factors, as `load` takes them. Waits for the device, which holds the rank."""
-        rank = self._rank(int(self.ranks[self._slot(slot)].max()))
+        rank = int(self.ranks[self._slot(slot)].max())
+        if not rank:
+            raise InvalidInput(f"slot must hold an adapter, got the empty slot {slot}; load one first")
         cut = {n: one[slot, :, :, :rank] if n[0] == "a" else one[slot, :, :rank] for n, one in self.present().items()}
         return LoRAFactors(
             **{name: one.clone() for name, one in cut.items()},

@@ -6,12 +6,14 @@ import copy
 import dataclasses
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import moe_torch
+from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import LoRAFactors, map_arrays
 from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported
@@ -72,7 +74,7 @@ def test_bad_calls() -> None:
         moe_torch.moe(**arguments, checked=True)
 
 
-def layer_of(scheme: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> moe_torch.MoE:
+def layer_of(scheme: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
     experts = ExpertsSpec(bias=True, scheme=None if scheme is None else moe_torch.scheme_named(scheme))
     layer = moe_torch.MoE.from_spec(MoELayerSpec(64, 64, 4, 2, experts=experts, **options), dtype=dtype)
@@ -118,6 +120,26 @@ def test_slots(scheme: str | None) -> None:
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x, adapter_ids=ids), moved) and "lora.a1" in layer.state_dict()
     assert layer.to(torch.float64).lora.scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("gate_layout", ["halves", "interleaved"])
+def test_adapters_of_files(gate_layout: str) -> None:
+    """As `read_adapter` gives them: with another order of gate and up, and gate and up apart (a wider rank)."""
+    activation = OAI if gate_layout == "interleaved" else Activation("silu")
+    experts = ExpertsSpec(activation, gate_layout=gate_layout)
+    layer: Any = moe_torch.MoE.from_spec(MoELayerSpec(64, 64, 4, 2, experts=experts), dtype=torch.bfloat16)
+    random, ranks, scale = np.random.default_rng(0), np.full(4, 6, np.int32), np.full(4, 0.5, np.float32)
+    wide = ml_dtypes.bfloat16
+    drawn = [random.standard_normal((4, *shape)).astype(wide) for shape in ((64, 6), (6, 128), (64, 3), (3, 64))]
+    first, second = LoRAPair(*drawn[:2], scale, ranks, True), LoRAPair(*drawn[2:], scale, ranks // 2)
+    lora = layer.add_lora(LoRA(3, max_rank=6))
+    lora.load(0, ExpertAdapter(first, second, "halves"))
+    assert lora.ranks[0].tolist() == [6] * 4 and lora.scale[0].tolist() == [0.5] * 4
+    b1 = lora.b1[0, :, :6].float().detach().numpy()
+    gate = b1[..., ::2] if gate_layout == "interleaved" else b1[..., :64]
+    np.testing.assert_array_equal(gate, drawn[1][..., :64].astype(np.float32))
+    lora.load(0, ExpertAdapter(None, second))
+    assert not lora.a1.any() and lora.a2.any()
 
 
 def test_training_one_adapter_changes_nothing_else() -> None:
@@ -203,10 +225,11 @@ def test_bad_slots_and_options() -> None:
         (lambda: layer(x, adapter_ids=ids[:2]), "adapter_ids must be int32"),
         (lambda: layer.add_lora(LoRA(4)), "no adapters yet"),
         (lambda: lora.load(2, adapter(4, 0)), "slot must be"),
-        (lambda: lora.load(0, adapter(4, 0)), "factors must be a2, b2"),
-        (lambda: lora.load(0, adapter(5, 0, targets=("down",))), "rank must be in"),
+        (lambda: lora.load(0, adapter(4, 0)), "factors must be of a2, b2"),
+        (lambda: lora.load(0, adapter(17, 0, targets=("down",))), "larger max_rank"),
         (lambda: lora.load(0, dataclasses.replace(adapter(4, 0, targets=("down",)), b2=torch.zeros(4, 4, 63))), "b2"),
-        (lambda: lora.export(1), "rank must be in"),
+        (lambda: lora.export(1), "empty slot"),
+        (lambda: lora.reset(0, rank=5), "rank must be in"),
         (lambda: LoRA(4, targets=("gate",)), "targets"),
         (lambda: LoRA(4, max_rank=2), "max_rank"),
         (lambda: LoRA(4, dropout=1.0), "dropout"),
