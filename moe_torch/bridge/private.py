@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -21,8 +22,7 @@ from moe_core.errors import Unsupported
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-#: Paths that `_named` looked up, which the tests take away.
-NAMES: list[str] = []
+NAMES: list[str] = []  # Paths that `_named` looked up, which the tests take away.
 
 
 def _named(path: str, absent: Any = None) -> Any:
@@ -167,11 +167,8 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 
 
 def allocator(device: torch.device) -> Allocator:
-    """Return inductor's allocation function for a device, which takes a third of the time of `torch.empty`.
-
-    It allocates on the current device and never fills memory. In deterministic mode, and for another device, this is
-    `torch.empty_strided`.
-    """
+    """Inductor's allocation on the current device, in a third of the time of `torch.empty`. In deterministic mode, and
+    for another device, `torch.empty_strided`."""
     if not _deterministic():
         index = device.index
         if index is None:
@@ -207,8 +204,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def is_fake(tensor: Any) -> bool:
-    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
-    return isinstance(tensor, kind)
+    return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
 
 
 class _NoMode:
@@ -240,11 +236,8 @@ def in_backward() -> bool:
 
 
 def recomputations() -> list[tuple[Any, str]]:
-    """(object, attribute) of every function around this call that a backward runs, and that may run this call again.
-
-    `torch.utils.checkpoint` has it in a frame that its hooks hold. Other checkpoints, and compiled programs, are
-    autograd functions: C++ calls `ctx.apply` or `ctx.apply_boxed`.
-    """
+    """(object, attribute) of every function around this call that a backward runs, and that may run this call again."""
+    # `torch.utils.checkpoint` has it in a frame that its hooks hold. C++ calls `ctx.apply` or `apply_boxed` of others.
     if None in (_top_hooks, _pop_hooks, _push_hooks):
         raise Unsupported(
             f"replay() needs torch._C._autograd's saved tensor hooks, which torch {torch.__version__} has not"
@@ -319,14 +312,27 @@ def group_store(group: Any) -> Any:
     return None
 
 
-def root_mesh(mesh: Any) -> Any:
-    """The DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell."""
-    return mesh._get_root_mesh()
+#: The DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell.
+root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
 
 
 def flat_mesh(mesh: Any) -> Any:
     """A DeviceMesh of several axes as one axis, major first; the same for all calls."""
     return mesh._flatten("_".join(mesh.mesh_dim_names))
+
+
+_c10d = ("_new_process_group_helper", "_world", "_get_default_store")
+_make_group, _world, _store = (_named(f"distributed.distributed_c10d.{name}") for name in _c10d)
+
+
+def group_of(name: str, ranks: list[int], backend: str, timeout: Any) -> Any:
+    """A process group of these ranks of all, which alone call it. torch's name depends on the groups that each has."""
+    if None in (_make_group, _world, _store):
+        return torch.distributed.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    number = ranks.index(torch.distributed.get_rank())
+    group, _ = _make_group(len(ranks), number, ranks, backend, _store(), name, timeout=timeout)
+    _world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 #: Makes tensors of a subclass that holds other tensors.
@@ -348,11 +354,7 @@ def takes_lists(kind: _Class) -> _Class:
     return kind
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, without a gradient."""
-    return tensor._local_tensor
-
-
+local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 #: Until torch 2.12, operators on every subclass of DTensor run in torch's own code.
 SUBCLASSES_OF_DTENSOR = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 

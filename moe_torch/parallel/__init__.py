@@ -10,21 +10,28 @@ from moe_torch.parallel.stages import Arrived, Combining, Dispatching, combine, 
 
 if TYPE_CHECKING:
     from moe_torch.layers.listed import clip_grad_norm_
+    from moe_torch.layers.moving.mirror import Mirror
+    from moe_torch.layers.moving.move import move_experts
+    from moe_torch.layers.moving.reform import reform
     from moe_torch.layers.parallel import group_losses, ignore_experts, parallelize, total_over_ranks
     from moe_torch.layers.placed import PlacedTensor
     from moe_torch.layers.rebalance import LayerMoves, Rebalancer
 
 __all__ = [
-    "Arrived", "Combining", "Dispatching", "ExchangeSpec", "ExpertParallel", "LayerMoves", "MovingPlacement",
-    "ParallelOutput", "PeerFailed", "PlacedTensor", "Placement", "Rebalancer", "clip_grad_norm_", "combine", "dispatch",
-    "group_losses", "ignore_experts", "moe", "parallelize", "total_over_ranks",
+    "Arrived", "Combining", "Dispatching", "ExchangeSpec", "ExpertParallel", "LayerMoves", "Mirror",
+    "MovingPlacement", "ParallelOutput", "PeerFailed", "PlacedTensor", "Placement", "Rebalancer", "clip_grad_norm_",
+    "combine", "dispatch", "group_losses", "ignore_experts", "moe", "move_experts", "parallelize", "reform",
+    "total_over_ranks",
 ]  # fmt: skip
 
 #: Names of layers, which stand on this package: imported on first use.
 _OF_LAYERS = {
     **dict.fromkeys(("group_losses", "ignore_experts", "parallelize", "total_over_ranks"), "moe_torch.layers.parallel"),
     "clip_grad_norm_": "moe_torch.layers.listed",
+    "Mirror": "moe_torch.layers.moving.mirror",
     "PlacedTensor": "moe_torch.layers.placed",
+    "move_experts": "moe_torch.layers.moving.move",
+    "reform": "moe_torch.layers.moving.reform",
     **dict.fromkeys(("LayerMoves", "Rebalancer"), "moe_torch.layers.rebalance"),
 }
 

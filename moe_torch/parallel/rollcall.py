@@ -74,6 +74,36 @@ def roll_call(group: Any, where: str) -> str:
     return "; ".join([*(f"rank {other} {verdicts[other]}" for other in sorted(verdicts)), *silent])
 
 
+def survivors_of(group: Any, seconds: float) -> list[int]:
+    """The ranks that call this within seconds, the same list on all of them. Others must have ended by then."""
+    store, rank, size = _registered.get(group), dist.get_rank(group), dist.get_world_size(group)
+    if store is None:
+        raise RuntimeError("the group has no store to ask for survivors; name the survivors")
+    store.set(_key("survives", rank), "here")
+    end, silent = time.monotonic() + seconds, list(range(size))
+    while silent and time.monotonic() < end:
+        here = [other for other in range(size) if store.check([_key("survives", other)])]
+        silent = [other for other in range(size) if other not in here and not _has_ended(store, other)]
+        time.sleep(_EVERY if silent else 0)
+    if silent:
+        raise RuntimeError(
+            f"ranks must call reform or have ended, got neither of rank {', '.join(map(str, silent))} in {seconds:g} "
+            "s; wait for longer than the group's timeout, or name the survivors"
+        )
+    # The first rank that knows decides for all.
+    if store.add("moebius/deciding", 1) == 1:
+        store.set("moebius/survivors", ",".join(map(str, here)))
+    decided = store.get("moebius/survivors").decode()
+    alive = [int(number) for number in decided.split(",")]
+    if rank not in alive:
+        raise RuntimeError(f"ranks {decided} went on without rank {rank}; end this process")
+    return alive
+
+
+def _has_ended(store: Any, rank: int) -> bool:
+    return _verdict(store, rank).startswith(("is gone", "raised"))
+
+
 def _verdict(store: Any, rank: int) -> str:
     """What is known of a rank, "" for nothing."""
     crash, answer, process = (_key(what, rank) for what in ("crash", "answer", "process"))
