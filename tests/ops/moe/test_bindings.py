@@ -28,6 +28,7 @@ from moe_core.plan.steps import Buffer, LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import (
     ExpertWeights,
+    LoRAFactors,
     MatmulOperands,
     MoEOperands,
     OutputGradients,
@@ -44,6 +45,7 @@ GATED, UNGATED = Activation("silu"), Activation("gelu_tanh", gated=False)
 SEPARATE = Activation("silu", gate_layout="separate")
 #: Every plan that is inlined.
 STAGES = {
+    *("adapter_layout", "factor_gradient", "routing", "shrink"),
     *("add", "bias_product", "cast_rows", "expert_activation_backward", "gate_gradient", "gate_weight", "layout"),
     *("matmul_ogs", "matmul_quantized_transposed", "quantize_rows", "reduce", "route_and_layout", "router"),
     *("routing_backward", "scale_rows", "schedule", "weight_gradient", "weighted_input"),
@@ -118,6 +120,7 @@ class Layer:
     losses: bool = False
     accumulate: bool = False
     one_layer: bool = False
+    adapters: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -173,7 +176,15 @@ class Layer:
             )
         mask = ArraySpec((tokens,), "bool") if self.mask else None
         local = ArraySpec((experts,), "int32") if self.expert_map else None
-        return MoEOperands(ArraySpec((tokens, SIDE), self.dtype), weights, routers[self.routing], mask, local, shared)
+        lora, slots = None, (self.adapters, experts)
+        if self.adapters:
+            factors = [(SIDE, 16), (16, 2 * SIDE), (SIDE, 16), (16, SIDE)]
+            by_expert = ArraySpec(slots, "float32"), ArraySpec(slots, "int32")
+            seed = ArraySpec((1,), "int32") if dict(self.options).get("lora_dropout") else None
+            lora = LoRAFactors(*(ArraySpec((*slots, *sides), self.dtype) for sides in factors), *by_expert, seed)
+        adapter_ids = None if lora is None else ArraySpec((tokens,), "int32")
+        x = ArraySpec((tokens, SIDE), self.dtype)
+        return MoEOperands(x, weights, routers[self.routing], mask, local, shared, lora, adapter_ids)
 
 
 ON_INPUT = (("apply_router_weight_on_input", True),)
@@ -205,6 +216,9 @@ LAYERS = (
     Layer("fp8 rows, one scale", UNGATED, scheme="fp8_tensor", layout="out_in"),
     Layer("fp8 rows, one scale, given", scheme="fp8_tensor", layout="out_in", static=True, tokens=4096, experts=8),
     Layer("fp8 rows on input", SEPARATE, scheme="fp8_tensor", layout="out_in", top_k=1, options=ON_INPUT),
+    Layer("adapters", SEPARATE, "given", mask=True, expert_map=True, biased=True, experts=8, adapters=3),
+    Layer("adapters, dropout", experts=16, shared="gated", adapters=1, options=(("lora_dropout", 0.5),)),
+    Layer("adapters, codes", scheme="mxfp4_w4a16", layout="out_in", experts=8, adapters=2),
     Layer("int8 rows", scheme="int8_w8a8", layout="out_in", biased=True),
 )
 
@@ -223,6 +237,7 @@ def plan_layer(layer: Layer, target: Target) -> None:
     """Its forward, and where it can be trained its backwards: of all gradients, of the biases and of the rest."""
     operands, spec = layer.operands(), layer.spec
     options = {"token_mask": operands.token_mask, "expert_map": operands.expert_map, "shared": operands.shared}
+    options |= {"lora": operands.lora, "adapter_ids": operands.adapter_ids}
     request = (operands.x, operands.experts, operands.routing, spec, target)
     plan_moe.__wrapped__(*request, options=ForwardOptions(**options))
     if spec.activations is not None:

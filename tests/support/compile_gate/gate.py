@@ -49,6 +49,7 @@ from moe_core.specs.tile import shared_limit
 from tests.support.compile_gate import (
     backward_plans,
     exchange_plans,
+    lora_plans,
     pdl_order,
     quantized_plans,
     routing_plans,
@@ -322,6 +323,7 @@ GROUPS: dict[str, Callable[[Target], Iterator[LaunchPlan]]] = {
     "shipped_table": sm90_plans.shipped,
     "overlap": pdl_order.plans,
     "backward_ops": backward_plans.plans,
+    "lora": lora_plans.plans,
     **quantized_plans.GROUPS,
     "from_logits": _from_logits,
 }
