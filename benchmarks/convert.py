@@ -3,8 +3,8 @@
     python -m benchmarks.convert [--targets bf16,int4_g32,...] [--experts 32] [--rounds 3] [--output record.json]
 
 Writes a layer of Qwen3-30B-A3B's sizes one expert at a time, and one of gpt-oss's in stacks, with random bf16 weights.
-Each round copies and then converts, so that both meet the same load of the machine. Bytes are those read and written,
-by way of the page cache. CPU time is of all threads.
+Each round converts and then copies, so that both meet the same load of the machine. Bytes are those read, from the page
+cache, and written, to the disk. CPU time is of all threads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.loading import machine, write_layer, write_random
 from benchmarks.provenance import provenance
 from benchmarks.record import table
+from moe_core.base.files import whole_file
 from moe_core.checkpoint import convert_checkpoint
 from moe_core.formats import format_named
 
@@ -116,9 +117,9 @@ def _took(function: Callable[[], object]) -> Took:
 
 
 def _copy(source: Path, target: Path, size: int) -> None:
-    """Read all of the source, and write `size` bytes."""
+    """Read all of the source, and write `size` bytes to the disk, as a conversion does."""
     piece = b""
-    with source.open("rb", buffering=0) as file, target.open("wb", buffering=0) as output:
+    with source.open("rb", buffering=0) as file, whole_file(target) as partial, partial.open("wb", 0) as output:
         while read := file.read(_PIECE):
             piece = read if len(read) >= len(piece) else piece
             size -= output.write(piece[: min(size, len(read))])

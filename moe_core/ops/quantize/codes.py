@@ -20,10 +20,10 @@ def pack_nibbles(codes: np.ndarray, axis: int = -1) -> np.ndarray:
     codes = np.asarray(codes)
     if codes.dtype != np.uint8 or (codes.size and codes.max() > 15):
         raise InvalidInput(f"codes must be uint8 below 16, got {codes.dtype}; mask them with 15")
+    if axis == -1 and codes.flags.c_contiguous and codes.size and codes.shape[-1] % 2 == 0:
+        pairs = codes.view("<u2")
+        return (pairs | pairs >> 4).astype(np.uint8)
     moved = np.moveaxis(codes, axis, -1)
-    if moved.flags.c_contiguous and moved.shape[-1] % 2 == 0 and codes.size:
-        pairs = moved.view("<u2")
-        return np.ascontiguousarray(np.moveaxis((pairs | pairs >> 4).astype(np.uint8), -1, axis))
     low, high = moved[..., 0::2], moved[..., 1::2]
     packed = low.copy()
     packed[..., : high.shape[-1]] |= high << np.uint8(4)
