@@ -27,7 +27,7 @@ from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_flag, require_kind
 from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.convert.nvfp4 import Nvfp4
-from moe_core.checkpoint.convert.source import WORK, DenseModules, LayerSource, Matrix, cast, count_not_finite, pieces
+from moe_core.checkpoint.convert.source import DenseModules, LayerSource, Matrix, cast, count_not_finite, pieces
 from moe_core.checkpoint.convert.stream import BITS, HEADERS, Made, Stream, TensorPlan, Unit, in_shards
 from moe_core.checkpoint.convert.target import LOADERS as LOADERS
 from moe_core.checkpoint.convert.target import Target
@@ -264,7 +264,7 @@ class _Conversion:
             return Made(arrays, settle)
 
         plans = [plan._replace(name=module + plan.name) for field, module in modules.items() for plan in planned(field)]
-        work = WORK * sum(math.prod(target.shapes()[field]) for field in fields)
+        work = layer.work * sum(math.prod(target.shapes()[field]) for field in fields)
         return Unit(tuple(plans), lambda: [make], work)
 
     def _bias_unit(self, layer: LayerSource, expert: int, field: str, plan: TensorPlan) -> Unit:
@@ -272,7 +272,7 @@ class _Conversion:
             bias = layer.biases(expert)[field]
             return Made([bias], [self._counted(plan.name, bias)])
 
-        return Unit((plan,), lambda: [read], WORK * plan.nbytes)
+        return Unit((plan,), lambda: [read], layer.work * plan.nbytes)
 
     def _counted(self, name: str, matrix: Matrix, where: str = "") -> Callable[[], None]:
         """Look for NaN and infinities. The result notes them."""

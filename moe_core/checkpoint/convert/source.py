@@ -37,8 +37,8 @@ _PROBE = 2**12
 _PIECE_BYTES = 4 * 2**20
 #: Numbers whose temporary arrays fit in a core's cache.
 _AT_ONCE = 2**16
-#: Bytes of memory to make one number: as stored, in fp32 and as written, with what takes less.
-WORK = 16
+#: Bytes of memory to make a number: as stored, in fp32 and as written. The second: of formats without a kernel.
+_WORK = 16, 32
 #: Bits that only NaN and infinities have all of. NumPy knows bfloat16 by a slow loop.
 _EXPONENTS: Mapping[str, Any] = {
     "bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00), "float8_e4m3fn": np.uint8(0x7F),
@@ -71,6 +71,10 @@ class LayerSource:
             for part, _ in layout.matrices[name]:
                 self.tensors |= set(tensors_of(part.tensor, checkpoint.index).values())
         self._stored_as = {part.tensor: packing for name in _FUSED for part, packing in layout.matrices[name]}
+        #: Bytes of memory that making one number takes.
+        self.work = _WORK[
+            any(packing is not None and packing.plain is not None for packing in self._stored_as.values())
+        ]
         spec = layout.architecture.spec
         self._gated = spec.activation.gated
         self._gate_layout = spec.activation.gate_layout or "halves"
@@ -280,7 +284,7 @@ class DenseModules:
             return Made([round_to(_decode(self._reader, stored), dtype)])
 
         return Unit(
-            (TensorPlan(part.tensor, HEADERS[dtype], part.shape),), lambda: [read], WORK * math.prod(part.shape)
+            (TensorPlan(part.tensor, HEADERS[dtype], part.shape),), lambda: [read], _WORK[1] * math.prod(part.shape)
         )
 
     def plain_modules(self) -> list[str]:

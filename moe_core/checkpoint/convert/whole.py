@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_core.base import dtypes
-from moe_core.checkpoint.convert.source import WORK, LayerSource, Matrix, cast
+from moe_core.checkpoint.convert.source import LayerSource, Matrix, cast
 from moe_core.checkpoint.convert.stream import HEADERS, Job, Made, TensorPlan, Unit
 from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.resolve import module_of
@@ -75,12 +75,12 @@ def _plain(target: Target, layer: LayerSource, field: str, part: Part, counted: 
         return Made([array[None] if part.encode is None else part.encode(array[None])], settle)
 
     plan = TensorPlan(part.tensor, HEADERS[dtype.name], part.shape)
-    return Unit((plan,), lambda: [partial(make, expert) for expert in experts], _work(target, wanted))
+    return Unit((plan,), lambda: [partial(make, expert) for expert in experts], _work(target, layer, wanted))
 
 
-def _work(target: Target, wanted: tuple[str, ...]) -> int:
+def _work(target: Target, layer: LayerSource, wanted: tuple[str, ...]) -> int:
     shapes = target.shapes()
-    return WORK * sum(math.prod(shapes[name]) for name in wanted)
+    return layer.work * sum(math.prod(shapes[name]) for name in wanted)
 
 
 def _blocks(
@@ -117,7 +117,7 @@ def _blocks(
         # They are written behind all others, when no job fills them any more.
         return [*(partial(make, expert) for expert in range(count)), lambda: Made([scales])]
 
-    return Unit(tuple(plans), jobs, _work(target, wanted))
+    return Unit(tuple(plans), jobs, _work(target, layer, wanted))
 
 
 def _bias(target: Target, layer: LayerSource, field: str, part: Part, counted: _Counted) -> Unit:
@@ -135,7 +135,7 @@ def _bias(target: Target, layer: LayerSource, field: str, part: Part, counted: _
         return Made(arrays, settle)
 
     plan = TensorPlan(part.tensor, HEADERS[dtype.name], part.shape)
-    return Unit((plan,), lambda: [make], WORK * math.prod(part.shape))
+    return Unit((plan,), lambda: [make], layer.work * math.prod(part.shape))
 
 
 def _joined(arrays: list[Any], gate_layout: str | None) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moe_core.checkpoint import convert, convert_checkpoint, open_checkpoint
+from moe_core.checkpoint import convert_checkpoint, open_checkpoint
 from moe_core.checkpoint.convert import stream
 from moe_core.checkpoint.convert.verify import verify_conversion
 from moe_core.errors import InvalidInput
@@ -20,6 +20,7 @@ from moe_core.specs.operands import named_arrays
 from tests.support.checkpoint_files import E, config_of, write
 from tests.support.quantized.files import FP8, compressed, fp8_matrix, per_expert_layer, quantized_config, words_matrix
 from tests.support.quantized.plain import D, F, source
+from tests.support.quantized.published import GPTQ, gptq, hqq
 
 DENSE = "model.layers.0.self_attn.q_proj"
 
@@ -112,6 +113,39 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path, monkeypatch: pytes
         assert largest / 8 < peak <= 1.2 * written, (format, peak, written)
 
 
+@pytest.mark.parametrize(
+    ("settings", "matrix", "work"),
+    [
+        (GPTQ, gptq, 16),
+        (GPTQ | {"desc_act": True}, lambda *sizes: gptq(*sizes, act_order=True), 32),
+        ({"quant_method": "hqq", "quant_config": {}}, hqq, 32),
+    ],
+)
+def test_memory_of_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, matrix: Any, work: int):
+    """Jobs take no more than threads count on."""
+    rng, (rows, columns), right, peaks = np.random.default_rng(0), (256, 512), stream._run, []
+    tensors, _ = per_expert_layer("qwen3_moe", columns, rows, lambda *shape: matrix(rng, *shape))
+    config = quantized_config("qwen3_moe", settings, columns, rows, num_hidden_layers=2, mlp_only_layers=[0])
+    path = write(tmp_path / "source", config, {1: {key: np.ascontiguousarray(one) for key, one in tensors.items()}})
+
+    def run(job: Any) -> Any:
+        tracemalloc.reset_peak()
+        before, made = tracemalloc.get_traced_memory()[0], right(job)
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        return made
+
+    monkeypatch.setattr(stream, "_THREADS", 1)
+    monkeypatch.setattr(stream, "_run", run)
+    for name in ("_PIECE_ELEMENTS", "_AT_ONCE"):  # else most of a small matrix
+        monkeypatch.setattr(f"moe_core.ops.quantize.reference.{name}", 2**12)
+    tracemalloc.start()
+    for format in ("float32", format_named("int4_g32")):
+        # One job after the other, because a shard of a unit each has no room for more.
+        convert_checkpoint(path, tmp_path / f"{format}", format, loader="moebius", shard_bytes=1)
+    tracemalloc.stop()
+    assert work / 2 < max(peaks) / (rows * columns) <= work
+
+
 def test_threads_and_small_pieces_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, width, inner, layers = np.random.default_rng(0), 64, 32, (0, 1)
     config = config_of("qwen3_moe", hidden_size=width, moe_intermediate_size=inner, num_experts=16, num_hidden_layers=2)
@@ -129,9 +163,8 @@ def test_threads_and_small_pieces_write_the_same_files(tmp_path: Path, monkeypat
     for format in (format_named("int4_g32"), "nvfp4", "float32"):
         for threads, work, piece in ((1, 10**9, 2**24), (4, 0, 64)):
             monkeypatch.setattr("moe_core.checkpoint.convert.source._PIECE_BYTES", piece)
+            monkeypatch.setattr("moe_core.checkpoint.convert.source._WORK", (work, work))
             monkeypatch.setattr(stream, "_THREADS", threads)
-            for module in (convert, convert.source, convert.whole):
-                monkeypatch.setattr(module, "WORK", work)
             made = tmp_path / f"{format}{threads}"
             report = convert_checkpoint(path, made, format, loader="moebius")
             written.append((report, {file.name: file.read_bytes() for file in made.iterdir()}))
