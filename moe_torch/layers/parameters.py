@@ -18,7 +18,7 @@ from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.shards import on_own_experts, shared_like
-from moe_torch.operators.routed import routed
+from moe_torch.layers.stages import LowRank, run_stages
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
@@ -239,32 +239,28 @@ class ExpertParameters(ParameterGroup):
         return ExpertWeights(**{name: autocast(one, name) for name, one in arrays.items()})
 
     def forward(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | Uncast, norm: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | Uncast,
+        norm: torch.Tensor | None = None,
+        *,
+        low_rank: LowRank | None = None,
     ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
-        weights = weights.weights if isinstance(weights, Uncast) else weights
-        if norm is not None:
-            return self._normalised(autocast(x), ids, weights, norm)
-        return self.moe(autocast(x), self.operands(), TopK(ids, weights), spec).output
+        routing = TopK(ids, weights.weights if isinstance(weights, Uncast) else weights)
+        x, operands = autocast(x), self.operands()
+        if norm is None and low_rank is None:
+            return self.moe(x, operands, routing, spec).output
+        if low_rank is not None and self.exchange is not None:
+            raise Unsupported(
+                "experts on several ranks take no adapters of PEFT, got some; train them on one device, or merge them"
+            )
+        return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))
 
-    def _normalised(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor
-    ) -> torch.Tensor:
-        """The norm runs between the second product and the router's weights."""
-        spec, held, norm_spec = self.spec, self.operands(), self.layer_spec.norm_of_experts
-        assert norm_spec is not None
-        ids, weights = routed(ids, weights, held.down.shape[0])
-        layout = ops.make_layout(ids, held.down.shape[0])
-        into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
-        pre = ops.matmul_ogs(MatmulOperands(x, held.gate_up, bias=held.gate_up_bias), layout, into)
-        up = None if held.up is None else ops.matmul_ogs(MatmulOperands(x, held.up, bias=held.up_bias), layout, into)
-        hidden = ops.activation(pre, spec.activation, up=up)
-        out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
-        slots = ops.matmul_ogs(MatmulOperands(hidden, held.down, bias=held.down_bias), layout, out)
-        # A slot without a row counts in no gradient.
-        factors = weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
-        weighted = at_least_float32(ops.rms_norm(slots, norm, norm_spec)) * factors
-        return ops.reduce(weighted, layout, out_dtype=x.dtype)
+    def _norm_by(self, norm: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        spec = self.layer_spec.norm_of_experts
+        return None if norm is None or spec is None else lambda slots: ops.rms_norm(slots, norm, spec)
 
 
 class SharedParameters(ParameterGroup):

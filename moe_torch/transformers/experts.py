@@ -14,16 +14,14 @@ from moe_core.base.checks import require_flags, require_kind
 from moe_core.base.dtypes import ID_DTYPES, MATMUL_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
-from moe_core.specs import Activation, MatmulSpec, MoESpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
+from moe_core.specs import Activation, MoESpec
+from moe_core.specs.operands import ExpertWeights, TopK
 from moe_core.specs.tuning import Tuning
-from moe_torch import ops
 from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
-from moe_torch.layers.casts import at_least_float32
+from moe_torch.layers.stages import LowRank, run_stages
 from moe_torch.operators.requests import moe_request
-from moe_torch.operators.routed import routed
 
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -96,7 +94,12 @@ def _align(experts: torch.nn.Module) -> int:
 
 
 def experts_forward(
-    experts: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    experts: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    low_rank: LowRank | None = None,
 ) -> torch.Tensor:
     """Run an experts module of transformers: output `[T, D]` in the dtype of hidden_states.
 
@@ -107,13 +110,16 @@ def experts_forward(
     Under `torch.autocast` hidden_states, weights and output have autocast's dtype, and gradients the weights' own. fp8
     weights (`FP8Experts`) run in fp8. Hidden states are quantised as the model says, unless these or top_k_weights need
     a gradient. torchao's int8 and float8 weights run on their own bytes, and hidden states as they are. Experts with
-    `has_post_expert_norm` run as several operators.
+    `has_post_expert_norm` run as several operators, and so do those with low_rank, factors of a `moe_torch.peft`.
 
     Raises Unsupported for weights in another format and for unknown activations.
     """
     x, weights, routing, spec = operands_of(experts, hidden_states, top_k_index, top_k_weights)
-    run = _around_norm if getattr(experts, "has_post_expert_norm", False) else _whole
-    output = run(experts, x, weights, routing, spec)
+    norm: Any = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+    if norm is None and low_rank is None:
+        output = call_first(*moe_request(x, weights, routing, spec))
+    else:
+        output = run_stages(x, weights, routing, spec, low_rank=low_rank, norm=norm)
     return output if torch.is_autocast_enabled(x.device.type) else _cast(output, hidden_states.dtype)
 
 
@@ -236,23 +242,3 @@ def _weights(experts: Any, dtype: torch.dtype | None, main_grad: bool) -> Expert
         bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
         biases = {"gate_up_bias": _cast(bias, dtype), "down_bias": _cast(experts.down_proj_bias, dtype)}
     return ExpertWeights(_cast(first, dtype), _cast(experts.down_proj, dtype), **biases)
-
-
-def _whole(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    return call_first(*moe_request(x, weights, routing, spec))
-
-
-def _around_norm(experts: Any, x: torch.Tensor, weights: ExpertWeights, routing: TopK, spec: MoESpec) -> torch.Tensor:
-    """Stage by stage, with the model's norm before the router weight."""
-    ids, row_weights = routed(routing.ids, routing.weights, weights.down.shape[0])
-    layout = ops.make_layout(ids, weights.down.shape[0])
-    into = MatmulSpec(spec.weight_layout, "token", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(1))
-    first = MatmulOperands(x, weights.gate_up, bias=weights.gate_up_bias)
-    hidden = ops.activation(ops.matmul_ogs(first, layout, into), spec.activation)
-    second = MatmulOperands(hidden, weights.down, bias=weights.down_bias)
-    out = MatmulSpec(spec.weight_layout, scatter="slot", allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning(2))
-    slots = ops.matmul_ogs(second, layout, out)
-    # A slot without a row adds to no gradient.
-    factors = row_weights.reshape(-1, 1).masked_fill(layout.row_of_slot[:, None] < 0, 0)
-    weighted = at_least_float32(experts.post_expert_norm(slots)) * factors
-    return ops.reduce(weighted, layout, out_dtype=x.dtype)

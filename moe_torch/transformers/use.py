@@ -53,7 +53,7 @@ def use(
 
     model: of transformers, or a module around one. The other arguments are as in `moe_torch.MoESpec`, and
     batch_invariant as in its tuning. Calling `use` again replaces them. Modules of mxfp4 gpt-oss are replaced by ours
-    with the same bytes.
+    with the same bytes. PEFT's adapters of experts run on our ops, as `moe_torch.peft.native` makes them.
 
     Raises Unsupported, and changes nothing, if any routed experts of the model would not run, naming each kind of
     module, its first path and the reason. Raises InvalidInput for a model without experts.
@@ -98,6 +98,11 @@ def use(
         config: Any = getattr(module, "config", None)
         if config is not None and config._experts_implementation != NAME:
             config._experts_implementation = NAME
+    if any(type(module).__name__ == "ParamWrapper" and module.num_experts != 1 for module in modules.values()):
+        # PEFT imports slowly.
+        from moe_torch.peft import native
+
+        native(model)
     order = tuple(path for path in modules if path in ours)
     return Report(order, copied, options)
 

@@ -115,6 +115,7 @@ ROOMS = {
             "parallel.__init__",
             "monitor",
             "modular",
+            "peft",
             "transformers",
             "lightning",
             "compat",

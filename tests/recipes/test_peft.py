@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from moe_torch import ExpertsSpec, MoE, SharedExpertsSpec
 
 peft = pytest.importorskip("peft", reason="needs peft (pip install 'moebius[recipes]')")
+
+import moe_torch.peft
 
 D, F, E, K = 16, 24, 4, 2
 
@@ -44,8 +47,9 @@ def train(model: Any, x: torch.Tensor, steps: int = 8) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_experts_and_router(layout: str, tmp_path: Path) -> None:
+def test_experts_and_router(layout: str, native: bool, tmp_path: Path) -> None:
     options = {"experts": ExpertsSpec(weight_layout=layout)}
     model, x = Model(**options), torch.randn(10, D, generator=torch.Generator().manual_seed(1))
     y, before = model(x).detach(), {name: one.clone() for name, one in model.state_dict().items()}
@@ -55,6 +59,8 @@ def test_experts_and_router(layout: str, tmp_path: Path) -> None:
         target_parameters=["moe.experts.gate_up", "moe.experts.down", "moe.shared_experts.down"],
     )
     adapted = peft.get_peft_model(model, config)
+    if native:
+        assert moe_torch.peft.native(adapted).wrappers == 2
     torch.testing.assert_close(adapted(x), y, msg="new adapters change nothing")
     inner = adapted.base_model.model.moe.experts.base_layer
     assert (inner.in_features, inner.out_features) == (D, 2 * F), "the factors lie as the products do"
@@ -66,6 +72,8 @@ def test_experts_and_router(layout: str, tmp_path: Path) -> None:
         torch.testing.assert_close(adapted(x), y)
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(Model(**options), tmp_path)
+    if native:
+        moe_torch.peft.native(loaded)
     assert torch.equal(loaded(x), trained)
 
     merged = adapted.merge_and_unload()
@@ -90,6 +98,22 @@ def test_on_the_weight_by_hand() -> None:
     found = torch.autograd.grad(adapted(x).square().sum(), factors)
     wanted = torch.autograd.grad(y.square().sum(), factors)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("gate_layout", ["halves", "interleaved", "separate"])
+def test_our_ops_add_what_peft_adds(gate_layout: str) -> None:
+    model = Model(experts=ExpertsSpec(bias=True, gate_layout=gate_layout))
+    names = ["gate_up", "up", "down"] if gate_layout == "separate" else ["gate_up", "down"]
+    config = peft.LoraConfig(r=3, target_parameters=[f"moe.experts.{name}" for name in names], init_lora_weights=False)
+    adapted, x = peft.get_peft_model(model, config), torch.randn(10, D, requires_grad=True)
+    results = []
+    for native in (False, True):
+        with moe_torch.peft.native(adapted) if native else contextlib.nullcontext():
+            y = adapted(x)
+            arrays = [x, *(one for one in adapted.parameters() if one.requires_grad)]
+            results.append((y, torch.autograd.grad(y.square().sum(), arrays)))
+    assert len(results[1][1]) == 1 + 2 * len(names)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_router_and_all_linear() -> None:

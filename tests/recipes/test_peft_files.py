@@ -69,9 +69,9 @@ def test_merged_as_peft_merges(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "merged")
-    pairs = {
-        layer: tuple(LayerWeights.from_checkpoint(one.layer(layer)) for one in (before, after))
-        for layer in before.moe_layers
+    read = LayerWeights.from_checkpoint
+    pairs: dict[int | str, tuple[LayerWeights, LayerWeights]] = {
+        layer: (read(before.layer(layer)), read(after.layer(layer))) for layer in before.moe_layers
     }
     adapter = read_adapter(tmp_path / "adapter", model.config, verify=pairs)
     for layer, (plain, theirs) in pairs.items():

@@ -296,6 +296,10 @@ def test_adapters_of_einsum_and_dot_general(product: str) -> None:
         return jax.lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,))))
 
     class Experts(flax_nnx.Module):
+        wi_0: Any
+        wi_1: Any
+        wo: Any
+
         def __init__(self, rngs: flax_nnx.Rngs) -> None:
             shapes = {"wi_0": (E, D, F // 2), "wi_1": (E, D, F // 2), "wo": (E, F // 2, D)}
             for name, shape in shapes.items():

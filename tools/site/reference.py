@@ -14,6 +14,7 @@ MODULES = {
     "moe_torch.trace": "Routing traces in torch",
     "moe_torch.monitor": "What routers do while a torch model trains",
     "moe_torch.lightning": "The monitor as a callback of Lightning",
+    "moe_torch.peft": "PEFT's adapters of experts",
     "moe_torch.transformers": "The experts of transformers models",
     "moe_torch.parallel": "Expert parallelism in torch",
     "moe_torch.modular": "The modular kernel in torch",
@@ -26,7 +27,7 @@ MODULES = {
     "moe_jax.monitor": "What routers do while a JAX model trains",
     "moe_jax.parallel": "Expert parallelism in JAX",
     "moe_jax.modular": "The modular kernel in JAX",
-    "moe_core.checkpoint": "Hugging Face and MaxText checkpoints",
+    "moe_core.checkpoint": "Hugging Face and MaxText checkpoints, LoRA adapters",
     "moe_core.formats": "Quantised formats",
     "moe_core.parity": "Comparing implementations",
 }
