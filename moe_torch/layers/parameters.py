@@ -249,13 +249,13 @@ class ExpertParameters(ParameterGroup):
     ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         routing = TopK(ids, weights.weights if isinstance(weights, Uncast) else weights)
-        x, operands = autocast(x), self.operands()
-        if norm is None and low_rank is None:
-            return self.moe(x, operands, routing, spec).output
         if low_rank is not None and self.exchange is not None:
             raise Unsupported(
                 "experts on several ranks take no adapters of PEFT, got some; train them on one device, or merge them"
             )
+        x, operands = autocast(x), self.operands()
+        if norm is None and low_rank is None:
+            return self.moe(x, operands, routing, spec).output
         return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))
 
     def _norm_by(self, norm: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:

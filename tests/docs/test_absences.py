@@ -147,6 +147,7 @@ ELSEWHERE = {
     "tests/torch/parallel/peer/test_symmetric.py": ("every rank raises `Unsupported`",),
     "tests/torch/parallel/test_layers.py": ("`fully_shard` and sums over experts", "and so does `prepack_weights`"),
     "tests/torch/parallel/test_training.py": ("parallel-training.md",),
+    "tests/recipes/test_peft_native.py": ("initial values that change the weights, such as PiSSA",),
     "tests/recipes/test_qwix.py": (
         "static scales and `LoraProvider`", "Rules may name symmetric weights only",
         "Linen raises `Unsupported` for a rule",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_torch import InvalidInput, Unsupported
+from moe_torch import InvalidInput, MoE, Unsupported
 from moe_torch.transformers import use
 from tests.support.families import tiny
 
@@ -221,6 +221,12 @@ def test_refusals() -> None:
         moe_torch.peft.native(adapted_model)
         adapted_model.eval()(torch.arange(4).view(2, 2), adapter_names=["default", "b"])
     trained = adapted()
-    use(trained, recompute=True)
-    with pytest.raises(Unsupported, match="low-rank factors need experts without recompute"):
-        step(trained)
+    for option in ("recompute", "main_grad"):
+        use(trained, **{option: True})
+        with pytest.raises(Unsupported, match=f"low-rank factors need experts without {option}"):
+            step(trained)
+    model = peft.get_peft_model(torch.nn.Sequential(MoE(8, 8, 2, 1)), config(targets=("experts.down",)))
+    moe_torch.peft.native(model)
+    model.base_model.model[0].experts.base_layer.exchange = object()
+    with pytest.raises(Unsupported, match="experts on several ranks take no adapters of PEFT"):
+        model.base_model.model[0].experts(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
