@@ -19,8 +19,8 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.bridge.options import require_instance
+from moe_torch.layers.lora.stages import LowRank
 from moe_torch.layers.parameters import ExpertParameters
-from moe_torch.layers.stages import LowRank
 
 try:
     from peft.tuners.lora import layer as _layer

@@ -17,8 +17,8 @@ from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert,
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
+from moe_torch.layers.lora.stages import LowRank, run_stages
 from moe_torch.layers.shards import on_own_experts, shared_like
-from moe_torch.layers.stages import LowRank, run_stages
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 

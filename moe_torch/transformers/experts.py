@@ -20,7 +20,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
-from moe_torch.layers.stages import LowRank, run_stages
+from moe_torch.layers.lora.stages import LowRank, run_stages
 from moe_torch.operators.requests import moe_request
 
 try:
