@@ -61,6 +61,13 @@ def test_state_dict_names_and_round_trip() -> None:
             require_equal(other(x), layer(x), "round trip")
 
 
+def test_kernels_are_made_for_the_device_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("moe_torch.layers.plans.warmup", lambda plans, devices: seen.append(devices))
+    MoE.from_spec(EVERYTHING).warmup([3])
+    assert seen == [(0,)], "a device without a number is the first"
+
+
 def test_meta_construction() -> None:
     layer = MoE.from_spec(EVERYTHING, device="meta", dtype=torch.bfloat16)
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
