@@ -12,6 +12,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec, PeerFailed, Placement, compare_headers, plan_exchange
 from moe_core.parallel.header import FAILED, LAYERS, Header
+from moe_core.parallel.tensor import TensorSplit
 
 LINEAR = Placement.linear(8, 4)
 
@@ -55,6 +56,10 @@ def headers(*changes: dict[str, Any]) -> np.ndarray:
             "another version on rank 2: .* version 3, .*; .* version 0",
         ),
         ({"placement": Placement.round_robin(8, 4)}, "another placement on rank 2"),
+        (
+            {"tensor": TensorSplit(4, 3, "replicated")},
+            "another tensor on rank 2: .* tensor of 4 ranks, tokens replicated, rank 3 of .* tensor of 1 ranks",
+        ),
     ],
 )
 def test_ranks_that_disagree_are_named(change: dict[str, Any], message: str) -> None:
