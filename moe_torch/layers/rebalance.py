@@ -270,8 +270,8 @@ class _Shares:
 
     def _move_arrays(self, moves: Sequence[Move]) -> None:
         ranks, each = self._ranks, self.exchange.placement.per_rank
-        # Rows go out by target rank, and come by source rank, in the order of moves.
-        out = sorted((m for m in moves if m.source // each == ranks.rank), key=lambda move: move.target // each)
+        # Rows go out by target rank, as moves are ordered, and come by source rank.
+        out = [move for move in moves if move.source // each == ranks.rank]
         into = sorted((m for m in moves if m.target // each == ranks.rank), key=lambda move: move.source // each)
         sent, received = (
             np.bincount(np.array(places, np.int64) // each, minlength=ranks.size).tolist()

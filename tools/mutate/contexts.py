@@ -158,8 +158,9 @@ def record(
 ) -> None:
     """Record the test files that have no record, or whose text has changed since, if they begin with one of `tests`."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {name: (recorded(folder, name) or {}).get("digest") for name in test_files() if name.startswith(tests)}
-    missing = [name for name in known if known[name] != digest(name)]
+    # Of the texts that the trees have: they may change while others are recorded.
+    digests = {name: digest(name) for name in test_files() if name.startswith(tests)}
+    missing = [name for name, known in digests.items() if (recorded(folder, name) or {}).get("digest") != known]
 
     left = iter(missing)
 
@@ -178,7 +179,7 @@ def record(
         index = {name: position for position, name in enumerate(functions)}
         text = {
             "file": outcome.job.name,
-            "digest": digest(outcome.job.name),
+            "digest": digests[outcome.job.name],
             "setup": next((event["seconds"] for event in outcome.of("collected")), 0.0),
             "functions": functions,
             "tests": {test: (seconds, [index[name] for name in called]) for test, (seconds, called) in ran.items()},

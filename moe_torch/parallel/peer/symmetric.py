@@ -144,7 +144,6 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
                 os.ftruncate(file.fileno(), size)
         except OSError as error:
             problem = f"{size} bytes of shared memory cannot be had: {error}"
-        _require_none(ranks, problem)
         names, peers = _told(ranks, (host_id(), file.name)), []
         try:
             for host, name in names:
@@ -152,7 +151,7 @@ def _on_cpu(ranks: Ranks, size: int) -> list[torch.Tensor]:
                     raise OSError("it is on another host")
                 peers.append(torch.from_file(name, shared=True, size=size, dtype=torch.uint8))
         except (OSError, RuntimeError) as error:
-            problem = f"rank {len(peers)}'s memory cannot be mapped: {error}"
+            problem = problem or f"rank {len(peers)}'s memory cannot be mapped: {error}"
         # Every rank has mapped every file, so names may go.
         _require_none(ranks, problem)
     return peers
