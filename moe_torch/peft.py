@@ -4,9 +4,9 @@
     model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...]))
     moe_torch.peft.native(model)
 
-PEFT adds scale B A to the whole weight in every forward. Here products of the factors are added to those of the
-weights, so that a call makes no copy of the weights and a backward no gradient of their size. Everything else is
-PEFT's: add, switch, disable, merge, delete, save and load.
+PEFT adds scale B A to the whole weight in every forward. Here the op adds products of the factors to those of the
+weights in one sum, so that a call makes no copy of the weights and a backward no gradient of their size. Everything
+else is PEFT's: add, switch, disable, merge, delete, save and load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts as stage ops: with low-rank factors, and with a norm ahead of the router's weights."""
+"""Experts with low-rank factors in one operator, and with a norm ahead of the router's weights as stage ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from moe_core.errors import Unsupported
 from moe_core.specs import MatmulSpec, MoESpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, TopK
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, MatmulOperands, TopK
 from moe_torch import ops
 from moe_torch.layers.casts import at_least_float32
 from moe_torch.operators.routed import routed
@@ -32,6 +32,16 @@ class LowRank:
     b2: torch.Tensor | None = None
     scale: float = 1.0
 
+    def factors(self, device: torch.device) -> LoRAFactors:
+        """The only adapter of a batch, with ranks that are multiples of 16."""
+        arrays = {name: getattr(self, name) for name in ("a1", "b1", "a2", "b2")}
+        arrays = {name: one if one is None else one.contiguous().unsqueeze(0) for name, one in arrays.items()}
+        shape = (1, max(one.shape[1] for one in arrays.values() if one is not None))
+        rank = max(one.shape[-1] for name, one in arrays.items() if one is not None and name[0] == "a")
+        scale = torch.full(shape, self.scale, dtype=torch.float32, device=device)
+        ranks = torch.full(shape, rank, dtype=torch.int32, device=device)
+        return LoRAFactors(**arrays, scale=scale, ranks=ranks)
+
 
 def run_stages(
     x: torch.Tensor,
@@ -47,6 +57,10 @@ def run_stages(
         names = [name for name in ("activations", "recompute", "main_grad") if getattr(spec, name)]
         raise Unsupported(f"low-rank factors need experts without {' and '.join(names)}, got both; leave one out")
     low_rank = low_rank or LowRank()
+    # float64 checks gradients.
+    if norm is None and x.dtype != torch.float64:
+        ids = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+        return ops.moe(x, weights, routing, spec, lora=low_rank.factors(x.device), adapter_ids=ids).output
     num_experts = weights.down.shape[0]
     ids, row_weights = routed(routing.ids, routing.weights, num_experts)
     layout = ops.make_layout(ids, num_experts)
