@@ -8,6 +8,8 @@ from moe_core.base import ArraySpec
 from moe_core.ops.lora.adapters import Adapters, adapter_inputs
 from moe_core.plan import Argument, PlanBuilder, passed
 
+#: Ranks of a step. More would spill: the factor is loaded in its dtype, and the sums are held twice.
+BLOCK_R = 16
 #: Names of a product's further inputs, after `tail.`.
 INPUTS = ("low", "factor", "virtual_start", "ranks", "seed")
 _CONSTANTS = ("RANK", "SLOTS", "NUM_EXPERTS", "SLOT_STRIDE", "EXPERT_STRIDE", "R_STRIDE", "N_STRIDE", "THRESHOLD")
@@ -32,14 +34,9 @@ class Tail:
     def columns(self) -> int:
         return self.adapters.sides(self.factor)[1]
 
-    @property
-    def block_r(self) -> int:
-        """Ranks of a step: the largest of 64, 32 and 16 that divides R."""
-        return next(step for step in (64, 32, 16) if self.low.shape[1] % step == 0)
-
     def describe(self, builder: PlanBuilder) -> None:
         order = "then ranks" if not self.adapters.dropout.masked else "then the masked sum of ranks"
-        builder.sums(f"{order} of each row's adapter in blocks of {self.block_r}, in order, in the same accumulator")
+        builder.sums(f"{order} of each row's adapter in blocks of {BLOCK_R}, in order, in the same accumulator")
 
 
 def tail_arguments(builder: PlanBuilder, tail: Tail | None) -> dict[str, Argument]:
@@ -51,5 +48,5 @@ def tail_arguments(builder: PlanBuilder, tail: Tail | None) -> dict[str, Argumen
     slot, expert, r_stride, n_stride = tail.adapters.strides(tail.factor)
     constants = passed(RANK=tail.low.shape[1], SLOTS=tail.adapters.slots, NUM_EXPERTS=tail.adapters.layout.num_experts)
     constants |= passed(SLOT_STRIDE=slot, EXPERT_STRIDE=expert, R_STRIDE=r_stride, N_STRIDE=n_stride)
-    constants |= tail.adapters.dropout.constants() | passed(BLOCK_R=tail.block_r)
+    constants |= tail.adapters.dropout.constants() | passed(BLOCK_R=BLOCK_R)
     return pointers | {f"TAIL_{name}": value for name, value in constants.items()}

@@ -44,6 +44,11 @@ def error(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), 1e-9))
 
 
+def engines(kernels: bool = True) -> tuple[Target, ...]:
+    """The twins, and the kernels (slow in the interpreter) if asked."""
+    return (REFERENCE, engine_target()) if kernels else (REFERENCE,)
+
+
 def check(problem: Problem, target: Target, *, gradients: bool = True) -> dict[str, np.ndarray]:
     wanted, tolerance = oracle(problem), TOLERANCE[str(problem.x.dtype)]
     made = problem.forward(target)
@@ -62,23 +67,23 @@ def check(problem: Problem, target: Target, *, gradients: bool = True) -> dict[s
     return made
 
 
-@pytest.mark.parametrize("engine", ["reference", "interpreter"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_hard_cases(case: str, engine: str) -> None:
-    target = REFERENCE if engine == "reference" else engine_target()
-    check(draw(MoESpec(OAI), **CASES[case]), target)
+def test_hard_cases(case: str) -> None:
+    for target in engines(case in ("eight ranks", "rank = experts, in = out", "shared", "no token", "first pair")):
+        check(draw(MoESpec(OAI), **CASES[case]), target)
 
 
 @pytest.mark.parametrize("weight_layout", ["in_out", "out_in"])
 @pytest.mark.parametrize("activation", [OAI, SEPARATE, PLAIN, Activation("silu")], ids=str)
 def test_activations(activation: Activation, weight_layout: str) -> None:
-    for target in (REFERENCE, engine_target()):
+    kernels = (activation, weight_layout) in ((OAI, "out_in"), (SEPARATE, "in_out"), (PLAIN, "in_out"))
+    for target in engines(kernels):
         check(draw(MoESpec(activation, weight_layout=weight_layout), ranks=(3, 0, 16)), target)
 
 
 @pytest.mark.parametrize(("dtype", "factor_dtype"), [("bfloat16", "float32"), ("float16", None), ("bfloat16", None)])
 def test_dtypes(dtype: str, factor_dtype: str | None) -> None:
-    for target in (REFERENCE, engine_target()):
+    for target in engines(factor_dtype is not None):
         made = check(draw(MoESpec(OAI), dtype=dtype, factor_dtype=factor_dtype), target)
         assert str(made["d_lora.a1"].dtype) == (factor_dtype or dtype)
 
@@ -86,7 +91,6 @@ def test_dtypes(dtype: str, factor_dtype: str | None) -> None:
 SCHEMES = [
     ("mxfp4_w4a16", OAI, "out_in"),
     ("mxfp4_w4a16", SEPARATE, "in_out"),
-    ("fp8_block", OAI, "out_in"),
     ("int8_w8a16", OAI, "out_in"),
     ("int4_w4a16_zp", Activation("silu"), "out_in"),
 ]
@@ -97,7 +101,7 @@ def test_frozen_codes(scheme: str, activation: Activation, weight_layout: str) -
     side = 128 if "int" in scheme else 64
     spec = MoESpec(activation, weight_layout=weight_layout)
     problem = draw(spec, sizes=(side, side, 3, 2), scheme=scheme, dtype="bfloat16")
-    for target in (REFERENCE, engine_target()):
+    for target in engines(activation != OAI):
         check(problem, target)
 
 
@@ -127,7 +131,7 @@ def test_masks_maps_and_absent_ids() -> None:
     ids[0], ids[1, 0] = -1, -1
     mapped = np.array([1, -1, 3, 0, 2, -1], np.int32)
     mask = np.arange(12) % 4 > 0
-    for change in ({"token_mask": mask}, {"expert_map": mapped}, {}):
+    for change in ({"token_mask": mask, "expert_map": mapped}, {}):
         hard = dataclasses.replace(problem, routing=TopK(ids, problem.routing.weights), **change)
         for target in (REFERENCE, engine_target()):
             check(hard, target)
@@ -149,7 +153,8 @@ def test_engines_have_equal_bits_where_sums_are_exact(tokens: int) -> None:
 def test_tokens_without_an_adapter_have_the_bits_of_the_base(dtype: str) -> None:
     # The interpreter's BLAS sums a row in an order that depends on its place, so there sums are exact.
     for target, exact in ((REFERENCE, False), (engine_target(), True)):
-        problem = draw(MoESpec(PLAIN if exact else OAI), tokens=40, ranks=(3, 0, 16), dtype=dtype, exact=exact)
+        tokens = 40 if exact else 9
+        problem = draw(MoESpec(PLAIN if exact else OAI), tokens=tokens, ranks=(3, 0, 16), dtype=dtype, exact=exact)
         base, made = problem.forward(target, lora=False)["output"], problem.forward(target)["output"]
         without = effective(problem) < 0
         assert without.any() and (base[without].view(np.uint8) == made[without].view(np.uint8)).all()
