@@ -2,7 +2,8 @@
 
 Tracing, or the first eager call for given shapes, plans an op and compiles its kernels for every local CUDA device. A
 program holds one custom call per op. vmap over tokens with shared weights is one call of `moe` and of ops on rows, and
-their gradients are one more. Other vmaps run one call per element, in order.
+their gradients are one more. vmap over plain experts is one call of `moe` with all of them, behind each element's
+router. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
 - Several devices: `moe`, `router`, `route`, `rms_norm`, `activation`, `ragged_dot`, `ragged_dot_general` and `gmm` open

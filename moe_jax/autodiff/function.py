@@ -5,7 +5,8 @@ backward is usually one custom call. Forward mode and second derivatives run in 
 matmuls (`Rule.composed`).
 
 `vmap` over rows makes them the rows of one call, if a rule is `folded`, and also its gradients are then one call.
-Otherwise, and for `vmap` of a gradient, each element has a call.
+`vmap` over experts makes them the experts of one call, if a rule is `stacked`. Otherwise, and for `vmap` of a gradient,
+each element has a call.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Rule:
     def unfolded(self, size: int, arrays: Arrays, results: Arrays) -> Arrays:
         """Split results of the folded rule into those `[size, ...]` of each element."""
         return {name: array.reshape(size, array.shape[0] // size, *array.shape[1:]) for name, array in results.items()}
+
+    def stacked(self, size: int, arrays: Arrays, split: frozenset[str]) -> Arrays | None:
+        """The results `[size, ...]` of a batch whose split arrays are more than rows, None for a call of each."""
+        return None
 
     def gradients(self, arrays: Arrays, saved: Arrays, upstream: Arrays, asked: Names) -> Arrays:
         """At least the requested gradients. upstream: of flowing results that have one."""
@@ -270,7 +275,13 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, rule: Rule, **s
     is_plain = not static["levels"] and not static["save"]
     folded = rule.folded(size) if is_plain and rows.issuperset(split) else None
     if folded is None:
-        return _batch_each(_call, arrays, axes, rule=rule, **static)
+        pairs = zip(rule.names, arrays, axes, strict=True)
+        first = {name: one if axis is None else jnp.moveaxis(one, axis, 0) for name, one, axis in pairs}
+        with placement.everywhere(static["everywhere"]):
+            made = rule.stacked(size, first, frozenset(split)) if is_plain else None
+        if made is None:
+            return _batch_each(_call, arrays, axes, rule=rule, **static)
+        return [made[name] for name in rule.results], [0] * len(rule.results)
     flat: dict[str, Any] = {}
     for name, array, axis in zip(rule.names, arrays, axes, strict=True):
         if name in rows:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
@@ -28,6 +29,7 @@ from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.checks import require_known_ids
 from moe_core.ops.routing.layout import plan_layout
+from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import operands as bundles
 from moe_core.specs.matmul import MatmulSpec
@@ -35,7 +37,7 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.routing import LayoutSpec
 from moe_jax.autodiff import formulas
 from moe_jax.autodiff.function import Rule, differentiated, more_rows, varying_alike
-from moe_jax.autodiff.stages import product_of_rows
+from moe_jax.autodiff.stages import product_of_rows, run_stage
 from moe_jax.bridge import platforms
 from moe_jax.bridge.calls import OpCall, Request, int32_ids, moe_request, on_host, undifferentiable
 
@@ -129,6 +131,69 @@ class MoERule(Rule):
         ids, present = arrays["adapter_ids"], (arrays["lora.ranks"] > 0).any(axis=1)
         named = (ids >= 0) & (ids < present.shape[0])
         return jnp.where(named & present[jnp.where(named, ids, 0)], ids, -1)
+
+    def stacked(self, size: int, arrays: dict[str, Any], split: frozenset[str]) -> dict[str, Any] | None:
+        """Elements with experts of their own: one call of all experts, behind a router for each element."""
+        experts = self.operands.experts
+        own = [name for name in self.names if name.startswith("experts.")]
+        routed = [name for name in self.names if name.startswith("routing.")]
+        if (
+            {*self.names} - {*own, *routed, "x", "token_mask"}
+            or not split.issuperset(own)
+            or experts.layer_index is not None
+            or self.replayed is not None
+        ):
+            return None
+        is_plain = isinstance(experts.down, ArraySpec)
+        if self.spec.row_limit is not None or self.spec.rows_in_order or not is_plain:
+            return None
+        routing, count = type(self.operands.routing), experts.down.shape[0]
+        given = {name: one for name, one in arrays.items() if name not in own}
+        axes = {name: 0 if name in split else None for name in given}
+        chosen = jax.vmap(self._chosen, (axes,), axis_size=size)(given)
+        ids, weights, mask = chosen["ids"], chosen["weights"], arrays.get("token_mask")
+        first = count * jnp.arange(size, dtype=ids.dtype)[:, None, None]
+        valid, nobody = (ids >= 0) & (ids < count), jnp.where(ids == -1, -1, size * count)
+        x = arrays["x"] if "x" in split else jnp.broadcast_to(arrays["x"], (size, *arrays["x"].shape))
+        if mask is not None:
+            mask = (mask if "token_mask" in split else jnp.broadcast_to(mask, x.shape[:2])).reshape(-1)
+        results = run_moe(
+            x.reshape(-1, x.shape[-1]),
+            bundles.ExpertWeights(
+                **{name.removeprefix("experts."): arrays[name].reshape(-1, *arrays[name].shape[2:]) for name in own}
+            ),
+            bundles.TopK(*(one.reshape(-1, ids.shape[-1]) for one in (jnp.where(valid, ids + first, nobody), weights))),
+            dataclasses.replace(self.spec, router=None),
+            token_mask=mask,
+        )
+        used = jnp.ones(x.shape[:2], bool) if mask is None else mask.reshape(x.shape[:2])
+        wrong_ids = ~valid & (ids != -1) & used[..., None]
+        made = chosen | {
+            "output": results.output.reshape(size, -1, results.output.shape[-1]),
+            "tokens_per_expert": results.tokens_per_expert.reshape(size, count),
+            "invalid_ids": wrong_ids.sum(axis=(1, 2), dtype=jnp.int32)[:, None],
+        }
+        return {name: made[name] for name in result_names(routing)}
+
+    def _chosen(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """logits (with a router), ids and weights of one element."""
+        routing, fields, spec = self.operands.routing, _fields(arrays, "routing."), self.spec
+        if isinstance(routing, bundles.TopK):
+            return dict(zip(("ids", "weights"), plain_top_k(fields["ids"], fields["weights"]), strict=True))
+        logits, made = fields.get("logits"), {}
+        if logits is None:
+            call = OpCall("router")
+            parts = (call.array("x", arrays["x"]), call.array("weight", fields["weight"]))
+            logits = run_stage(
+                call, plan_router, *parts, call.optional("bias", fields.get("bias")), spec.logits_spec()
+            )[0]
+            made["logits"] = logits
+        call = OpCall("route")
+        array, optional = call.array("logits", logits), {}
+        for name, one in (("correction_bias", fields.get("correction_bias")), ("token_mask", arrays.get("token_mask"))):
+            optional[name] = call.optional(name, one)
+        ids, weights = run_stage(call, plan_routing, array, spec.router, **optional, given=None)
+        return made | {"ids": ids, "weights": weights}
 
     def forward(self, arrays: Mapping[str, Any], save: bool) -> dict[str, Any]:
         operands, routing, spec = self.operands, self.operands.routing, self.spec

@@ -111,23 +111,26 @@ def test_vmap_runs_every_element(engine: str) -> None:
                 np.testing.assert_allclose(many[number], one, bound, bound / 10, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["router", "ids", "weights of experts"])
+@pytest.mark.parametrize("kind", ["router", "ids", "experts", "experts and ids", "experts and routers"])
 def test_vmap_over_tokens_is_one_call(kind: str) -> None:
     """Forward, and with gradients one more. Counts, masks and invalid ids are those of each element. A batch of experts
-    has a call for each."""
+    has one call behind those of their routers."""
     with running_on("reference"):
         layer = small_layer(num_tokens=4)
         x, experts, routing = to_jax(layer[:3])
         batch, axes = jnp.stack([x, -x, 2 * x]), (0, 0, None, None)
         options: dict[str, Any] = {}
         mask = jnp.arange(12).reshape(3, 4) % 5 > 0
-        if kind == "ids":
+        if kind.startswith("experts"):
+            experts, axes = jax.tree.map(lambda one: jnp.stack([one, -one, 2 * one]), experts), (0, 0, None, 0)
+        if kind == "experts and routers":
+            routing, axes = jax.tree.map(lambda one: jnp.stack([one, -one, 2 * one]), routing), (0, 0, 0, 0)
+        if kind.endswith("ids"):
             ids = jnp.asarray(np.random.default_rng(0).integers(-2, 9, (3, 4, 2)), jnp.int32)
-            routing, axes = moe_jax.TopK(ids, jnp.ones((3, 4, 2))), (0, 0, 0, None)
-            options = {"expert_map": jnp.asarray([3, -1, 0, 4, 1, 2, -1], jnp.int32)}
-        elif kind == "weights of experts":
-            experts, axes = jax.tree.map(lambda one: jnp.stack([one, -one, one]), experts), (0, 0, None, 0)
-        spec = dataclasses.replace(layer.spec, router=None if kind == "ids" else layer.spec.router)
+            routing, axes = moe_jax.TopK(ids, jnp.ones((3, 4, 2))), (*axes[:2], 0, axes[3])
+            if kind == "ids":
+                options = {"expert_map": jnp.asarray([3, -1, 0, 4, 1, 2, -1], jnp.int32)}
+        spec = dataclasses.replace(layer.spec, router=None if kind.endswith("ids") else layer.spec.router)
 
         def forward(x: jax.Array, mask: jax.Array, routing: Any, experts: Any) -> moe_jax.MoEOutput:
             return moe_jax.moe(x, experts, routing, spec, token_mask=mask, **options)
@@ -141,7 +144,8 @@ def test_vmap_over_tokens_is_one_call(kind: str) -> None:
         results, gradients = many(*arguments), gradient(*arguments)
         before = ffi.callback_count()
         jax.block_until_ready(many(*arguments))
-        calls = 3 if kind == "weights of experts" else 1
+        # A router and a choice, and for each router one, in front.
+        calls = 1 + {"experts": 2, "experts and routers": 4}.get(kind, 0)
         assert ffi.callback_count() - before == calls
         jax.block_until_ready(gradient(*arguments))
         assert ffi.callback_count() - before == 3 * calls
