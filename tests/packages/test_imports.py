@@ -125,7 +125,8 @@ ROOMS = {
     ),
     "moe_jax": (
         *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup", "buckets"),
-        *("parallel", "layers", "monitor", "modular", "nnx", "maxtext", "linen", "parity", "parity_ranks", "__init__"),
+        *("parallel", "layers", "monitor", "modular", "nnx", "maxtext", "tunix", "linen", "parity", "parity_ranks"),
+        "__init__",
     ),
 }
 PACKAGES = tuple(ROOMS)

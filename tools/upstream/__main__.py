@@ -98,16 +98,21 @@ def _torchtitan(arguments: argparse.Namespace) -> int:
 
 
 def _maxtext(wheel: pathlib.Path | None, on_gpu: bool) -> int:
-    """MaxText's configs on 8 host devices, and its sparse layer with ragged_dot replaced. on_gpu: the layer alone."""
-    from tools.upstream.published import maxtext_files
+    """MaxText's and Tunix's trainers on 8 host devices, and MaxText's layer with ragged_dot. on_gpu: that layer."""
+    from tools.upstream.published import maxtext_files, tunix_files
 
     package = maxtext_files(wheel)
     if not on_gpu:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     from tools.upstream.maxtext import check
     from tools.upstream.maxtext_moe import check_layer, check_models
+    from tools.upstream.maxtext_train import check_training
+    from tools.upstream.tunix import check_tunix
 
-    problems = [*([] if on_gpu else [*check(package), *check_models(package, fsdp=2, expert=2)])]
+    problems = []
+    if not on_gpu:
+        problems += [*check(package), *check_models(package, fsdp=2, expert=2), *check_training(package)]
+        problems += check_tunix(tunix_files())
     problems += [*check_layer(package), *check_models(package)]
     for problem in problems:
         print(problem)

@@ -88,8 +88,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname.partition(".")[0] not in self.packages:
             return None
         if fullname in self.served:
-            file = self.files / f"{fullname.replace('.', '/')}.py"
-            return importlib.util.spec_from_file_location(fullname, file, loader=_File(fullname, str(file), self))
+            folder = self.files / fullname.replace(".", "/")
+            file, inside = (
+                (folder / "__init__.py", [str(folder)]) if folder.is_dir() else (folder.with_suffix(".py"), None)
+            )
+            loader = _File(fullname, str(file), self)
+            return importlib.util.spec_from_file_location(
+                fullname, file, loader=loader, submodule_search_locations=inside
+            )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

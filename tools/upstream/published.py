@@ -1,4 +1,4 @@
-"""Where the files of others are: the wheels of engines, MaxText and torchtitan, fetched once, and the tests of
+"""Where the files of others are: the wheels of engines, MaxText, Tunix and torchtitan, fetched once, and the tests of
 `triton_kernels`.
 
 They stay below `build/`, which git ignores.
@@ -16,7 +16,7 @@ from tools.environment import CPU_TRANSFORMERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
-VLLM, MAXTEXT, TORCHTITAN = "0.33.0", "0.2.5", "0.3.0"
+VLLM, MAXTEXT, TORCHTITAN, TUNIX = "0.33.0", "0.2.5", "0.3.0", "0.1.7"
 #: The commit of TensorRT-LLM's repository.
 TENSORRT_LLM = "00131d71"
 #: By engine, the release that must run beside the newest one.
@@ -36,14 +36,9 @@ _WANTED = {
     ),
     "transformers": ("transformers/",),
     "torchtitan": ("torchtitan/models/", "torchtitan/ops/"),
-    "maxtext": (
-        "maxtext/configs/base.yml",
-        "maxtext/configs/custom_mesh_and_rule/",
-        "maxtext/configs/models/",
-        "maxtext/layers/",
-        "maxtext/common/common_types.py",
-        "maxtext/utils/sharding.py",
-    ),
+    # The second is absent from folders that earlier versions unpacked.
+    "maxtext": ("maxtext/", "maxtext/trainers/"),
+    "google_tunix": ("tunix/",),
 }
 #: By generation, the folder `python/triton_kernels` of the Triton repository with its tests, and the tag.
 TRITON_KERNELS = {"3.5": (CACHE / "triton_kernels", "v3.5.1"), "3.8": (CACHE / "triton_kernels_38", "v3.8.0")}
@@ -87,8 +82,13 @@ def local_vllm_files() -> pathlib.Path | None:
 
 
 def maxtext_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
-    """The folder `maxtext` of MaxText's wheel, with its configs and the sources of its layers."""
+    """The folder `maxtext` of MaxText's wheel."""
     return _unpacked("maxtext", MAXTEXT, wheel) / "maxtext"
+
+
+def tunix_files() -> pathlib.Path:
+    """The folder `tunix` of Tunix's wheel."""
+    return _unpacked("google_tunix", TUNIX, None) / "tunix"
 
 
 def torchtitan_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
