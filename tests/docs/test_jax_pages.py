@@ -1,0 +1,87 @@
+"""Every JAX recipe of the pages on 1, 4 and 8 host devices, with automatic and explicit axes, as users write it.
+
+A recipe that makes a mesh gets axes of this kind, unless it names another. The others run under `jax.set_mesh`, with
+MOEBIUS_RECIPES=all, which runs all of them on all numbers of devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: Words of a recipe -> the error that the pages announce for it in a program for several devices.
+REFUSED = {"return moe_jax.matmul_ogs(": "matmul_ogs runs on one device at a time"}
+#: Recipes of devices outside of JAX's meshes.
+ELSEWHERE = ("torch", "jax.experimental.topologies")
+_DRIVER = """
+import contextlib, functools, json, sys, traceback
+import jax
+from jax.sharding import AxisType
+
+kind, recipes, refused = json.loads(sys.stdin.read())
+kind = AxisType[kind]
+make_mesh = jax.make_mesh
+def of_kind(sizes, names, axis_types=None, **more):
+    return make_mesh(sizes, names, axis_types=axis_types or (kind,) * len(sizes), **more)
+jax.make_mesh = of_kind
+failed = []
+for place, source in recipes:
+    around = contextlib.nullcontext()
+    if "make_mesh" not in source:
+        around = jax.set_mesh(of_kind((jax.device_count(),), ("data",)))
+    wanted = [error for words, error in refused.items() if words in source and jax.device_count() > 1]
+    try:
+        with around:
+            exec(compile(source, place, "exec", dont_inherit=True), {"__name__": "__main__"})
+        failed += [f"{place} must raise {one}" for one in wanted]
+    except BaseException as error:
+        if not any(one in str(error) for one in wanted):
+            failed.append(f"{place}: {traceback.format_exc(limit=-3)}")
+print("FAILED" + json.dumps(failed))
+"""
+
+
+def recipes() -> list[tuple[str, str]]:
+    """(page:line, source)"""
+    found = []
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/user/*.md"))):
+        text = page.read_text()
+        for fence in FENCE.finditer(text):
+            line, source = text.count("\n", 0, fence.start()) + 2, fence[1]
+            if re.search(r"\bimport (moe_)?jax\b|from moe_jax", source) and not any(one in source for one in ELSEWHERE):
+                found.append((f"{page.relative_to(ROOT)}:{line}", source))
+    return found
+
+
+def test_recipes_are_found() -> None:
+    places = [place for place, _ in recipes()]
+    assert len(places) > 15 and sum("parallel-jax" in place for place in places) >= 5
+
+
+EVERY = os.environ.get("MOEBIUS_RECIPES") == "all"
+MESHES = [(devices, kind) for devices in (1, 4, 8) for kind in ("Auto", "Explicit")] if EVERY else [(4, "Explicit")]
+
+
+@pytest.mark.parametrize(("devices", "kind"), MESHES)
+def test_recipes_run_on_meshes(devices: int, kind: str, tmp_path: pathlib.Path) -> None:
+    chosen = [recipe for recipe in recipes() if EVERY or "make_mesh" in recipe[1]]
+    hidden = ("TRITON_INTERPRET", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _DRIVER],
+        cwd=tmp_path, env=environment, input=json.dumps([kind, chosen, REFUSED]),
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    _, _, failed = done.stdout.rpartition("FAILED")
+    assert done.returncode == 0, done.stderr
+    assert not json.loads(failed), "\n\n".join(json.loads(failed))
