@@ -91,7 +91,7 @@ def test_mxfp4_of_gpt_oss_there_and_back(tmp_path: Path) -> None:
 
 
 def test_memory_stays_below_the_largest_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_THREADS", 4)
+    monkeypatch.setattr(stream, "_THREADS", 16)
     experts, width, inner = 32, 512, 256
     config = config_of(
         "qwen3_moe", hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_hidden_layers=1
