@@ -59,9 +59,7 @@ def _of_fp8(experts: Any) -> Activation:
         return Activation("softcapped_silu", alpha=experts.gate_softcap, limit=experts.up_softcap)
     if experts.swiglu_alpha is not None:
         return Activation("swiglu_oai", alpha=experts.swiglu_alpha, limit=experts.swiglu_limit)
-    if experts.limit is not None:
-        return Activation(_name(experts), limit=experts.limit)
-    return Activation(_name(experts))
+    return Activation(_name(experts), limit=experts.limit)
 
 
 def activation_of(experts: Any) -> Activation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import types
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ from transformers.integrations import mxfp4
 import moe_torch.transformers
 from moe_core.errors import Unsupported
 from moe_core.formats import FP8_BLOCK, MXFP4
-from moe_torch import ops
+from moe_torch import Activation, ops
 from moe_torch.compat import triton_kernels
 from moe_torch.compat.triton_kernels import matmul_ogs, tensor
 from moe_torch.compat.triton_kernels.tensor_details import layout
+from moe_torch.transformers.activations import _of_fp8
 from moe_torch.transformers.fp8 import fp8_weights
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
 from tests.support.torch import running_on
@@ -247,3 +249,17 @@ def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.
         y = exact.get_input_embeddings()(tokens(device)).detach().requires_grad_()
         exact(inputs_embeds=y).logits.square().mean().backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Activation("silu")),
+        ({"limit": 3.0}, Activation("silu", limit=3.0)),
+        ({"swiglu_alpha": 1.5, "swiglu_limit": 7.0}, Activation("swiglu_oai", alpha=1.5, limit=7.0)),
+        ({"gate_softcap": 4.0, "up_softcap": 2.0}, Activation("softcapped_silu", alpha=4.0, limit=2.0)),
+    ],
+)
+def test_activations_of_fp8_experts(fields: dict[str, float], expected: Activation) -> None:
+    absent = dict.fromkeys(("limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap"))
+    assert _of_fp8(types.SimpleNamespace(act_fn=torch.nn.SiLU(), **{**absent, **fields})) == expected
