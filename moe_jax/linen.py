@@ -13,6 +13,9 @@ Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a1
 MoE.from_spec(weights.layer_spec())` and `layer.load_weights(weights)`. Their collection is `quantized`:
 `quantized/wi_0/values` and so on.
 
+Adapters: `MoE(..., lora=LoRA(rank=8))` has their factors in the collection `lora`, and scales and ranks, without a
+gradient, in `lora_state`. `init_lora`, `load_lora`, `evict_lora` and `export_lora` make and change slots.
+
 For a scan over layers, make one MoE with num_layers=L and pass each call its layer. Weights in the compute dtype are
 then read in place:
 
@@ -41,13 +44,14 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.base.dtypes import canonical
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers import lora as slots
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 from moe_jax.parallel.axis import ExpertAxis
@@ -61,11 +65,13 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = ["QUANTIZED", "STATE", "MoE"]
+__all__ = ["LORA", "LORA_STATE", "QUANTIZED", "STATE", "MoE"]
 __all__ += description.__all__
 
 STATE = "router_state"
 QUANTIZED = "quantized"
+LORA = "lora"
+LORA_STATE = "lora_state"
 _Places = tuple[tuple[tuple[str, ...], Leaf], ...]
 
 
@@ -81,6 +87,8 @@ class MoE(nn.Module):
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
         num_layers: None, or L for a stack `[L, ...]`.
+        lora: adapters of the experts. With a dropout, calls need an rng `dropout`: evaluate
+            `layer.clone(lora=dataclasses.replace(layer.lora, dropout=0))`.
         logical_axes: names of the parameters' axes.
         expert_axis, token_axes: mesh axes of experts and tokens, see `moe_jax.layers.forward`. None: those of the
             shardings and of logical rules.
@@ -98,6 +106,7 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = DEFAULT_KERNEL_INIT
     num_layers: int | None = None
+    lora: layers.LoRA | None = None
     logical_axes: layers.LogicalAxes = layers.LogicalAxes()
     expert_axis: Any = None
     token_axes: tuple[str, ...] | None = None
@@ -123,6 +132,8 @@ class MoE(nn.Module):
         # Wrong fields raise here, not in the first call.
         layers.leaves(self.spec, self.num_layers)
         layers.require_axis(ExpertAxis.of(self.expert_axis))
+        if self.lora is not None:
+            slots.require_lora(self.lora, self.spec, self.num_layers)
         super().__post_init__()
 
     @classmethod
@@ -145,9 +156,13 @@ class MoE(nn.Module):
         gate_inputs: Array | None = None,
         expert_ids: Array | None = None,
         input_ids: Array | None = None,
+        adapter_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
+        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`.
+
+        adapter_ids: int32 `[...]` with `lora`, the slot of each token's adapter, -1 = none. None: slot 0 of one.
+        """
         spec = self.spec
         rule = layers.current_rule()
         scheme = None if rule is None or spec.experts.scheme is not None else layers.scheme_of_rule(rule)
@@ -167,6 +182,7 @@ class MoE(nn.Module):
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
         if not self.is_initializing():
             options |= self._on_mesh(x.shape, every)
+        options["adapters"] = self._adapters(adapter_ids)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
@@ -177,6 +193,52 @@ class MoE(nn.Module):
         if sows:
             self.sow("intermediates", "moe_aux", result[1])
         return result[0] if sows and not return_aux else result
+
+    @nn.nowrap
+    def _adapters(self, ids: Any) -> layers.Adapters | None:
+        lora = self.lora
+        if lora is None:
+            return slots.adapters_of(None, None, ids, None)
+        made: dict[str, Any] = {}
+        if self.is_initializing():
+            made = slots.initial_adapters(lora, self.spec, self.make_rng("params"), self.param_dtype)
+        names = (*lora.shapes(self.spec), *slots.LORA_STATE)
+        arrays = {
+            name: self.variable(_lora_collection(name), name, lambda name=name: made[name]).value for name in names
+        }
+        key = self.make_rng("dropout") if lora.dropout and not self.is_initializing() else None
+        return slots.adapters_of(arrays, lora, ids, key)
+
+    @nn.nowrap
+    def init_lora(self, key: jax.Array) -> dict[str, Any]:
+        """The collections of new slots, see `LoRA`: `variables | layer.init_lora(key)`."""
+        return _lora_collections(slots.initial_adapters(self._lora(), self.spec, key, self.param_dtype))
+
+    @nn.nowrap
+    def reset_lora(self, variables: Any, slot: int, key: jax.Array, rank: int | None = None) -> dict[str, Any]:
+        """Variables with a new adapter in a slot, which adds nothing yet. rank: None: that of the options."""
+        return {**variables, **_lora_collections(slots.new_adapter(_slots(variables), self._lora(), slot, key, rank))}
+
+    @nn.nowrap
+    def load_lora(self, variables: Any, slot: int, factors: slots.LoRAFactors) -> dict[str, Any]:
+        """Variables with an adapter in a slot. factors: see `moe_jax.nnx.AdapterSlots.load`."""
+        return {**variables, **_lora_collections(slots.load_adapter(_slots(variables), self._lora(), slot, factors))}
+
+    @nn.nowrap
+    def evict_lora(self, variables: Any, slot: int) -> dict[str, Any]:
+        """Variables with an empty slot. Tokens with its id have no adapter, and count in invalid_ids."""
+        return {**variables, **_lora_collections(slots.evict_adapter(_slots(variables), self._lora(), slot))}
+
+    @nn.nowrap
+    def export_lora(self, variables: Any, slot: int = 0) -> slots.LoRAFactors:
+        """An adapter's factors, as `load_lora` takes them. Waits for the device, which holds the rank."""
+        return slots.export_adapter(_slots(variables), self._lora(), slot)
+
+    @nn.nowrap
+    def _lora(self) -> layers.LoRA:
+        if self.lora is None:
+            raise InvalidInput("the layer must have lora=LoRA(...), got None; make it with adapters")
+        return self.lora
 
     @nn.nowrap
     def _on_mesh(self, shape: tuple[int, ...], every: Sequence[Leaf]) -> dict[str, Any]:
@@ -203,6 +265,7 @@ class MoE(nn.Module):
     @nn.nowrap
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """See `moe_core.layers.layer_cost`. tokens: a number, or x's shape. XLA's `cost_analysis` omits it."""
+        slots.refuse_cost(self.lora)
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     @nn.nowrap
@@ -212,7 +275,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def _planned_for(self, variables: Any) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
+        options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers", "lora")}
         return options | {"parameters": None if variables is None else self._parameters(variables)}
 
     @nn.nowrap
@@ -288,3 +351,15 @@ def _declare(
 
 def _collection(leaf: Leaf) -> str:
     return QUANTIZED if leaf.is_quantized else STATE if leaf.is_state else "params"
+
+
+def _lora_collection(name: str) -> str:
+    return LORA_STATE if name in slots.LORA_STATE else LORA
+
+
+def _lora_collections(arrays: slots.Slots) -> dict[str, Any]:
+    return {of: {n: one for n, one in arrays.items() if _lora_collection(n) == of} for of in (LORA, LORA_STATE)}
+
+
+def _slots(variables: Any) -> slots.Slots:
+    return {**variables[LORA], **variables[LORA_STATE]}

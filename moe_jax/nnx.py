@@ -44,6 +44,7 @@ from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
 from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers import lora as slots
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
 from moe_jax.parallel.axis import ExpertAxis
@@ -58,7 +59,17 @@ except ModuleNotFoundError as error:
         "pip install 'moebius[flax]'"
     ) from error
 
-__all__ = ["CorrectionBias", "MoE", "QuantizedArray", "TokenTable"]
+from moe_jax.variables import (
+    AdaptedLayer,
+    AdapterSlots,
+    CorrectionBias,
+    LoRAState,
+    ParameterGroup,
+    QuantizedArray,
+    TokenTable,
+)
+
+__all__ = ["AdapterSlots", "CorrectionBias", "LoRAState", "MoE", "QuantizedArray", "TokenTable"]
 __all__ += description.__all__
 
 
@@ -67,44 +78,7 @@ _PLAIN_EXPERTS = layers.ExpertsSpec()
 _MAXTEXT_AXES = layers.LogicalAxes()
 
 
-class CorrectionBias(nnx.Variable):
-    """The router's correction bias fp32 `[E]`, state without a gradient. After a step:
-
-    `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
-    """
-
-
-class TokenTable(nnx.Variable):
-    """A router's table int32 `[V, K]`, token id -> experts, state without a gradient."""
-
-
-class QuantizedArray(nnx.Variable):
-    """One array of a quantised matrix, without a gradient."""
-
-
-class ParameterGroup(nnx.Module):
-    """Parameters below one name, such as `gate` or the quantised `wi_0`."""
-
-    kernel: nnx.Param
-    bias: nnx.Param
-    correction_bias: CorrectionBias
-    norm: nnx.Param
-    table: TokenTable
-    expert_scale: nnx.Param
-    values: QuantizedArray
-    scales: QuantizedArray
-    zero_points: QuantizedArray
-    tiled_values: QuantizedArray
-    tiled_scales: QuantizedArray
-    tiled_zero_points: QuantizedArray
-    gate: ParameterGroup
-    wi: ParameterGroup
-    wi_0: ParameterGroup
-    wi_1: ParameterGroup
-    wo: ParameterGroup
-
-
-class MoE(nnx.Module):
+class MoE(AdaptedLayer):
     """A routed mixture of experts, y `[..., D]` of x `[..., D]`; see the module's docstring.
 
     The other keywords are those of `MoELayerSpec`. `model.eval()` leaves out token_rounding, which is for training.
@@ -115,6 +89,7 @@ class MoE(nnx.Module):
         param_dtype: of new parameters.
         kernel_init: draws one matrix `[inputs, outputs]` at a time.
         num_layers: None, or L for a stack `[L, ...]`.
+        lora: adapters of the experts, see `add_lora`.
         logical_axes: names of the parameters' axes (`out_sharding`). Under a mesh with `nnx.logical_axis_rules` for
             them, parameters are made sharded.
         expert_axis, token_axes: mesh axes of experts and tokens, see `moe_jax.layers.forward`. None: those of the
@@ -150,6 +125,7 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
         num_layers: int | None = None,
+        lora: layers.LoRA | None = None,
         logical_axes: layers.LogicalAxes = _MAXTEXT_AXES,
         expert_axis: str | ExpertAxis | None = None,
         token_axes: Sequence[str] | None = None,
@@ -175,10 +151,12 @@ class MoE(nnx.Module):
                 group = getattr(group, key)
             initial = self._initial(leaf, rngs.params(), kernel_init)
             setattr(group, leaf.path[-1], _variable(leaf, self.logical_axes, initial))
+        if lora is not None:
+            self.add_lora(lora, rngs=rngs)
 
     @classmethod
     def from_spec(cls, spec: layers.MoELayerSpec, *, rngs: nnx.Rngs, **options: Any) -> MoE:
-        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, expert_axis, token_axes."""
+        """The layer of a spec. options: dtype, param_dtype, kernel_init, num_layers, lora, expert_axis, ..."""
         described = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**described, rngs=rngs, **options)
 
@@ -221,9 +199,13 @@ class MoE(nnx.Module):
         gate_inputs: Array | None = None,
         expert_ids: Array | None = None,
         input_ids: Array | None = None,
+        adapter_ids: Array | None = None,
         return_aux: bool = False,
     ) -> Any:
-        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`."""
+        """y `[..., D]`, or (y, MoEAux). Arguments: see `moe_jax.layers.forward` and `moe_jax.layers.RoutedBy`.
+
+        adapter_ids: int32 `[...]` with `lora`, the slot of each token's adapter, -1 = none. None: slot 0 of one.
+        """
         rule = layers.current_rule()
         scheme = None if rule is None or self.spec.experts.scheme is not None else layers.scheme_of_rule(rule)
         is_trained = scheme is not None and layers.is_training(rule)
@@ -234,6 +216,7 @@ class MoE(nnx.Module):
             parameters = layers.fake_quantized(parameters, self.spec, scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
         options |= self._on_mesh(x.shape)
+        options["adapters"] = self._adapters(adapter_ids)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec
         return layers.forward(parameters, x, spec, dtype=self.dtype, **options)
@@ -260,6 +243,7 @@ class MoE(nnx.Module):
 
     def cost(self, tokens: int | Sequence[int], *, training: bool = False) -> LayerCost:
         """See `moe_core.layers.layer_cost`. tokens: a number, or x's shape. XLA's `cost_analysis` omits it."""
+        slots.refuse_cost(self.lora)
         return layer_cost(self.spec, MAXTEXT, tokens, canonical(self.param_dtype), training=training)
 
     def warmup(self, tokens: Sequence[int], *, training: bool = False) -> WarmupReport:
@@ -268,7 +252,7 @@ class MoE(nnx.Module):
 
     def _planned_for(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in ("dtype", "param_dtype", "num_layers")}
-        return options | {"parameters": self.parameters()}
+        return options | {"parameters": self.parameters(), "lora": self.lora and self.lora.options}
 
     def load_weights(self, weights: layers.LayerWeights | Iterable[layers.LayerWeights]) -> None:
         """Take the weights of a checkpoint or another layer (of each layer, for a stack), in this layer's layouts.

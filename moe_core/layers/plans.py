@@ -53,7 +53,7 @@ def layer_plans(
     else:
         if spec.latent is not None:
             operands = dataclasses.replace(operands, x=rows, shared=None)
-        optional = {"token_mask": operands.token_mask, "shared": operands.shared}
+        optional = {name: getattr(operands, name) for name in ("token_mask", "shared", "lora", "adapter_ids")}
         plain = dataclasses.replace(moe_spec, shared_activation=operands.shared and moe_spec.shared_activation)
         whole = (
             plan_moe(operands.x, operands.experts, operands.routing, plain, target, options=ForwardOptions(**optional)),

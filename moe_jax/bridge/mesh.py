@@ -238,14 +238,19 @@ class _OnRows:
         if self.grouped is not None and self.over:
             x, sizes = self.grouped
             arrays = arrays | {sizes: _here(arrays[sizes], arrays[x].shape[0], self.over)}
-        if self.over and (lora := arrays.get("lora")) is not None and lora.seed is not None:
-            # Tokens are numbered on each device, so that each needs masks of a dropout by another seed.
-            seed = lora.seed + jax.lax.axis_index(self.over).astype(lora.seed.dtype)
-            arrays = arrays | {"lora": dataclasses.replace(lora, seed=seed)}
+        if "lora" in arrays:
+            arrays = arrays | {"lora": seeded_here(arrays["lora"], self.over)}
         result = self.op(**arrays, **dict(self.options))
         if not self.summed or not self.over:
             return result
         return result._replace(**{name: jax.lax.psum(getattr(result, name), self.over) for name in self.summed})
+
+
+def seeded_here(lora: Any, over: Names) -> Any:
+    """Factors with a seed of each device, as tokens are numbered on each, and masks of a dropout by token."""
+    if not over or lora.seed is None:
+        return lora
+    return dataclasses.replace(lora, seed=lora.seed + jax.lax.axis_index(over).astype(lora.seed.dtype))
 
 
 def _here(sizes: jax.Array, rows: int, over: Names) -> jax.Array:

@@ -22,6 +22,7 @@ from moe_jax.layers import description
 from moe_jax.layers.axes import known_specs, require_rules
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.layers.functional import CHECKPOINT_NAMES, explain, explain_mesh, forward, warmup
+from moe_jax.layers.lora import Adapters
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.parameters import (
     DEFAULT_KERNEL_INIT,
@@ -41,10 +42,10 @@ from moe_jax.layers.trained_codes import fake_quantized
 from moe_jax.layers.weights import export_weights, load_weights, prepack_weights, quantize_experts, restore_weights
 
 __all__ = [
-    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Initializer", "Leaf", "Parameters", "RoutedBy", "current_rule",
-    "expert_sharding", "expert_specs", "explain", "explain_mesh", "export_weights", "fake_quantized", "find", "forward",
-    "initialize", "is_prepacked", "is_training", "known_specs", "leaves", "load_weights", "local_leaf", "nested",
-    "prepack_weights", "quantize_experts", "require_axis", "require_rules", "restore_weights", "router_losses",
-    "scheme_of_rule", "warmup",
+    "CHECKPOINT_NAMES", "DEFAULT_KERNEL_INIT", "Adapters", "Initializer", "Leaf", "Parameters", "RoutedBy",
+    "current_rule", "expert_sharding", "expert_specs", "explain", "explain_mesh", "export_weights", "fake_quantized",
+    "find", "forward", "initialize", "is_prepacked", "is_training", "known_specs", "leaves", "load_weights",
+    "local_leaf", "nested", "prepack_weights", "quantize_experts", "require_axis", "require_rules", "restore_weights",
+    "router_losses", "scheme_of_rule", "warmup",
 ]  # fmt: skip
 __all__ += description.__all__

@@ -15,16 +15,17 @@ from jax.core import Tracer
 
 from moe_core.base import dtypes
 from moe_core.base.target import Target
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
-from moe_core.layers import MAXTEXT, LayerPart, MoEAux, MoELayerSpec
+from moe_core.layers import MAXTEXT, LayerPart, LoRA, MoEAux, MoELayerSpec
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.layers.weights import layer_parts, layer_router
 from moe_core.plan import Explanation, LaunchPlan
 from moe_core.runtime.warmup import WarmupReport, token_counts
-from moe_core.specs.operands import MoEOperands
+from moe_core.specs.operands import LoRAFactors, MoEOperands
 from moe_jax.bridge.calls import moe_request, require_kept
 from moe_jax.layers.few import of_more_tokens, tokens_to_add
+from moe_jax.layers.lora import Adapters, initial_adapters
 from moe_jax.layers.losses import router_losses
 from moe_jax.layers.observed import current
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_gate, is_prepacked, is_quantized, leaves, nested
@@ -54,6 +55,7 @@ def forward(
     expert_axis: str | ExpertAxis | None = None,
     token_axes: Sequence[str] | jax.sharding.PartitionSpec | None = None,
     parameter_specs: Any = None,
+    adapters: Adapters | None = None,
     return_aux: bool = False,
 ) -> Any:
     """Return y `[..., D]` of x `[..., D]`, or (y, MoEAux) with return_aux.
@@ -79,6 +81,7 @@ def forward(
             and every automatic axis.
         parameter_specs: PartitionSpecs in the structure of parameters. jit hides the splits over automatic axes.
             Splits that it lacks are gathered by XLA.
+        adapters: of the experts, for layers that run as one op, with every expert on each device.
 
     Raises InvalidInput, Unsupported.
     """
@@ -86,6 +89,7 @@ def forward(
     if observer is not None:
         options = {"dtype": dtype, "token_mask": token_mask, "layer_index": layer_index, "routed_by": routed_by}
         options |= {"expert_axis": expert_axis, "token_axes": token_axes, "parameter_specs": parameter_specs}
+        options |= {"adapters": adapters}
         with observer.paused():
             y, aux = forward(parameters, x, spec, return_aux=True, **options)
         observer.note(spec, aux)
@@ -93,9 +97,12 @@ def forward(
     axis, by_token = ExpertAxis.of(expert_axis), {"x": x, "token_mask": token_mask} | vars(routed_by)
     ranks = ranks_of(axis, (x, *jax.tree.leaves(parameters)))
     options: dict[str, Any] = {"spec": spec, "dtype": dtype, "return_aux": return_aux}
-    if ranks is None or isinstance(ranks, Ranks):
-        return _local(parameters, layer_index, by_token, ranks, **options)
     _check_x(x, spec)
+    if adapters is not None:
+        adapters = adapters.of(x)
+        _refuse_ranks(axis)
+    if ranks is None or isinstance(ranks, Ranks):
+        return _local(parameters, layer_index, by_token, ranks, adapters=adapters, **options)
     if axis is not None and (more := tokens_to_add(x, spec, axis, ranks)):
         given = {"expert_axis": axis, "parameter_specs": parameter_specs, "layer_index": layer_index}
         call = functools.partial(forward, parameters, **given, **options)
@@ -103,7 +110,17 @@ def forward(
     division = divide(spec, ranks, parameters, x, axis, token_axes, parameter_specs)
     if layer_index is not None:
         require_layer(layer_index, find(parameters, division.parts[0].leaf.path).shape[0])
-    return over_mesh(_local, division, (parameters, layer_index), by_token, options)
+    if adapters is not None:
+        _refuse_ranks(division.axis)
+    return over_mesh(_local, division, (parameters, layer_index, adapters), by_token, options)
+
+
+def _refuse_ranks(axis: ExpertAxis | None) -> None:
+    if axis is not None:
+        raise Unsupported(
+            f"expert_axis must be None for a layer with adapters, got {axis.name!r}: their rows do not travel; keep "
+            "the experts whole on every device"
+        )
 
 
 def _local(
@@ -115,6 +132,7 @@ def _local(
     spec: MoELayerSpec,
     dtype: Any,
     return_aux: bool,
+    adapters: Adapters | None = None,
 ) -> Any:
     """The forward of one device."""
     of_x = dict(by_token)
@@ -122,8 +140,10 @@ def _local(
     if ranks is not None and ranks.axis is not None and spec.num_experts % jax.lax.axis_size(ranks.axis.name):
         parameters = own_experts(parameters, spec, ranks.axis)
     operands, around, layer_exists = _prepare(parameters, x, spec, dtype, token_mask, layer_index)
-    by = of_rows(RoutedBy(**of_x), x, operands, spec)
-    result, tokens_per_expert = run_layer(operands, around, spec, by, ranks)
+    by, dropout = of_rows(RoutedBy(**of_x), x, operands, spec), 0.0
+    if adapters is not None:
+        operands, dropout = adapters.added_to(operands), adapters.dropout
+    result, tokens_per_expert = run_layer(operands, around, spec, by, ranks, dropout)
     y = result.output.reshape(x.shape)
     if layer_exists is not None:
         y = jnp.where(layer_exists, y, jnp.nan)
@@ -167,16 +187,17 @@ def explain(
     param_dtype: Any = jnp.float32,
     num_layers: int | None = None,
     parameters: Parameters | None = None,
+    lora: LoRA | None = None,
     training: bool = False,
 ) -> Explanation:
     """Explain the plan of `forward` for x of shape `tokens` (`[..., D]`, or a number of tokens) on the default device.
 
     training: forward, then backward with the gradients of x and every parameter. parameters: arrays or
-    ShapeDtypeStructs with the dtypes. None: param_dtype. x has `dtype`, else that of the experts (param_dtype if
-    quantised). Computes nothing. Raises InvalidInput, Unsupported.
+    ShapeDtypeStructs with the dtypes. None: param_dtype. lora: adapters, without their dropout. x has `dtype`, else
+    that of the experts (param_dtype if quantised). Computes nothing. Raises InvalidInput, Unsupported.
     """
     shape = (tokens, spec.d_model) if isinstance(tokens, int) else tuple(tokens)
-    operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
+    operands, target = _planned_for(spec, shape, (dtype, param_dtype), num_layers, parameters, lora)
     return explain_layer(operands, spec, MAXTEXT, target, training)
 
 
@@ -188,6 +209,7 @@ def warmup(
     param_dtype: Any = jnp.float32,
     num_layers: int | None = None,
     parameters: Parameters | None = None,
+    lora: LoRA | None = None,
     training: bool = False,
 ) -> WarmupReport:
     """Compile and load the kernels of `forward` for numbers of tokens, without computing.
@@ -198,7 +220,7 @@ def warmup(
     plans: list[LaunchPlan] = []
     for count in token_counts(tokens):
         shape = (count, spec.d_model)
-        operands, target = _planned_for(spec, shape, dtype, param_dtype, num_layers, parameters)
+        operands, target = _planned_for(spec, shape, (dtype, param_dtype), num_layers, parameters, lora)
         plans += itertools.chain(*layer_plans(operands, spec, MAXTEXT, target, training))
     return make_ready(plans)
 
@@ -206,11 +228,13 @@ def warmup(
 def _planned_for(
     spec: MoELayerSpec,
     shape: tuple[int, ...],
-    dtype: Any,
-    param_dtype: Any,
+    dtypes: tuple[Any, Any],
     num_layers: int | None,
     parameters: Parameters | None,
+    lora: LoRA | None,
 ) -> tuple[MoEOperands, Target]:
+    dtype, param_dtype = dtypes
+
     def dtype_of(leaf: Leaf) -> Any:
         if parameters is not None:
             return find(parameters, leaf.path).dtype
@@ -225,8 +249,12 @@ def _planned_for(
         moe_spec = spec.moe_spec(MAXTEXT)
         router = operands.routing
         plain = RouterWeights(router.weight, router.bias, router.correction_bias)
+        if lora is not None:
+            slots = initial_adapters(lora, spec, jax.random.key(0), param_dtype)
+            operands = Adapters(LoRAFactors(**slots), jnp.zeros(x.shape[:-1], jnp.int32)).added_to(operands)
+        optional = {"shared": operands.shared, "lora": operands.lora, "adapter_ids": operands.adapter_ids}
         call, (x_spec, experts, routing, _), more = moe_request(
-            operands.x, operands.experts, plain, moe_spec, shared=operands.shared
+            operands.x, operands.experts, plain, moe_spec, **optional
         )
         planned.append((MoEOperands(x_spec, experts, routing, **more), call.target()))
         return x

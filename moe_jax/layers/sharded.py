@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoEAux, MoELayerSpec
 from moe_core.parallel import Placement
-from moe_jax.bridge.mesh import Names, Split, as_names, free_axes, mesh_of, opened, spec_of, split_tokens
+from moe_jax.bridge.mesh import Names, Split, as_names, free_axes, mesh_of, opened, seeded_here, spec_of, split_tokens
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_prepacked, leaves, nested
 from moe_jax.parallel.axis import ExpertAxis
 
@@ -240,7 +240,7 @@ class _Local:
     options: tuple[tuple[str, Any], ...]
     return_aux: bool
 
-    def __call__(self, parameters: Parameters, layer_index: Any, by_token: dict[str, Any]) -> Any:
+    def __call__(self, parameters: Parameters, layer_index: Any, adapters: Any, by_token: dict[str, Any]) -> Any:
         division, split, exists = self.division, self.division.split, None
         arrays = {part.leaf.path: find(parameters, part.leaf.path) for part in division.parts}
         cut = layer_index is not None and any(part.gathers for part in division.parts)
@@ -253,7 +253,10 @@ class _Local:
                 array = arrays[part.leaf.path]
                 arrays[part.leaf.path] = jax.lax.all_gather(array, names, axis=number - cut, tiled=True)
         ranks = Ranks(division.axis, split.over, split.consecutive)
-        result = self.forward(nested(arrays.items()), layer_index, by_token, ranks, **dict(self.options))
+        if adapters is not None:
+            adapters = dataclasses.replace(adapters, factors=seeded_here(adapters.factors, split.over))
+        options = dict(self.options) | {"adapters": adapters}
+        result = self.forward(nested(arrays.items()), layer_index, by_token, ranks, **options)
         y, aux = result if self.return_aux else (result, None)
         y = y if exists is None else jnp.where(exists, y, jnp.nan)
         if aux is None:
@@ -282,13 +285,13 @@ def _of_all(aux: MoEAux, ranks: Ranks) -> MoEAux:
 def over_mesh(
     forward: Callable[..., Any],
     division: Division,
-    whole: tuple[Parameters, Any],
+    whole: tuple[Parameters, Any, Any],
     by_token: dict[str, Any],
     options: Mapping[str, Any],
 ) -> Any:
-    """Call `forward(parameters, layer_index, by_token, ranks, **options)` on each device's parts. whole: parameters and
-    layer_index. by_token: arrays with x's batch axes first."""
-    parameters, layer_index = whole
+    """Call `forward(parameters, layer_index, by_token, ranks, **options)` on each device's parts. whole: parameters,
+    layer_index and adapters. by_token: arrays with x's batch axes first."""
+    parameters, layer_index, adapters = whole
     split, x, return_aux = division.split, by_token["x"], options["return_aux"]
     for name, array in by_token.items():
         if array is not None and getattr(array, "shape", ())[: x.ndim - 1] != x.shape[:-1]:
@@ -300,7 +303,8 @@ def over_mesh(
     fields = {name: rows if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields}
     local = _Local(forward, division, tuple(options.items()), return_aux)
     inputs = {name: array for name, array in by_token.items() if array is not None}
-    arguments = (parameters, specs), (layer_index, P()), (inputs, rows)
+    of_adapters = adapters and dataclasses.replace(adapters, factors=P(), ids=rows)
+    arguments = (parameters, specs), (layer_index, P()), (adapters, of_adapters), (inputs, rows)
     result = opened(local, split, (rows, MoEAux(**fields)) if return_aux else rows, *arguments)
     if not return_aux:
         return result

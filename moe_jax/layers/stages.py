@@ -99,10 +99,11 @@ class _Experts:
         return local if self.group is None else self.group.whole(local, tokens)
 
     def run(
-        self, x: Any, experts: Any, routing: Any, spec: MoESpec, token_mask: Any = None, shared: Any = None
+        self, x: Any, experts: Any, routing: Any, spec: MoESpec, token_mask: Any = None, shared: Any = None, **lora: Any
     ) -> MoEOutput | ParallelOutput:
         if self.group is None:
-            return ops.moe(x, experts, routing, spec, token_mask=token_mask, shared=shared)
+            return ops.moe(x, experts, routing, spec, token_mask=token_mask, shared=shared, **lora)
+        assert not lora
         return run(x, experts, routing, spec, self.group, token_mask, shared)
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
@@ -121,14 +122,21 @@ def run_layer(
     spec: MoELayerSpec,
     by: RoutedBy,
     ranks: Ranks | None = None,
+    lora_dropout: float = 0.0,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     """A layer's result, and slots of each expert `[E]` before any capacity limit."""
     x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, ranks)
     staged = spec.in_stages or spec.token_rounding is not None
     if not staged and by.gate_inputs is None and by.expert_ids is None:
-        moe_spec = of_layer.spec(spec, x.shape[0])
-        result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared)
+        moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
+        lora = {"lora": operands.lora, "adapter_ids": operands.adapter_ids} if operands.lora is not None else {}
+        result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared, **lora)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
+    if operands.lora is not None:
+        raise Unsupported(
+            "a layer with adapters runs as one op: gate_inputs, expert_ids, input_ids, capacity and other stages have "
+            "no adapters; leave them out"
+        )
     result, counts = _run_stages(operands, around, spec, by, of_layer)
     return result._replace(output=_finished(result.output, around, spec)), counts
 
