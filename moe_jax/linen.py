@@ -220,9 +220,12 @@ class MoE(nn.Module):
         return {**variables, **_lora_collections(slots.new_adapter(_slots(variables), self._lora(), slot, key, rank))}
 
     @nn.nowrap
-    def load_lora(self, variables: Any, slot: int, factors: slots.LoRAFactors) -> dict[str, Any]:
+    def load_lora(self, variables: Any, slot: int, factors: slots.LoRAFactors | slots.ExpertAdapter) -> dict[str, Any]:
         """Variables with an adapter in a slot. factors: see `moe_jax.nnx.AdapterSlots.load`."""
-        return {**variables, **_lora_collections(slots.load_adapter(_slots(variables), self._lora(), slot, factors))}
+        return {
+            **variables,
+            **_lora_collections(slots.load_adapter(_slots(variables), self._lora(), self.spec, slot, factors)),
+        }
 
     @nn.nowrap
     def evict_lora(self, variables: Any, slot: int) -> dict[str, Any]:

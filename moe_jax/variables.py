@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput
 from moe_core.layers import LoRA, MoELayerSpec
 from moe_core.specs.operands import LoRAFactors
@@ -65,7 +66,7 @@ class AdapterSlots(nnx.Module):
     ranks: LoRAState
 
     def __init__(self, options: LoRA, spec: MoELayerSpec, dtype: Any, *, rngs: nnx.Rngs) -> None:
-        self.options = options
+        self.options, self.spec = options, spec
         arrays = slots.initial_adapters(options, spec, rngs.params(), dtype)
         self.names = tuple(arrays)
         for name, one in arrays.items():
@@ -83,13 +84,14 @@ class AdapterSlots(nnx.Module):
         """Start a new adapter, which adds nothing yet: A as PEFT's, B zero. rank: None: that of the options."""
         self._hold(slots.new_adapter(self.arrays(), self.options, slot, rngs.params(), rank))
 
-    def load(self, slot: int, factors: LoRAFactors) -> None:
+    def load(self, slot: int, factors: LoRAFactors | ExpertAdapter) -> None:
         """Copy an adapter into a slot, in place of what it holds.
 
-        factors: without the axis of slots, unpadded: a1 `[E or 1, D, r]`, b1 `[E or 1, r, N]`, a2, b2 likewise, for the
-        layer's targets; scale fp32 `[E]` or None for that of the options and r; ranks int32 `[E]` or None for r.
+        factors: a layer's adapter of `moe_core.checkpoint.read_adapter`, or arrays without the axis of slots: a1 `[E or
+        1, D, r]`, b1 `[E or 1, r, N]`, a2, b2 likewise; scale fp32 `[E]`, None: by the options and r; ranks int32
+        `[E]`, None: r. A pair that is None adds nothing.
         """
-        self._hold(slots.load_adapter(self.arrays(), self.options, slot, factors))
+        self._hold(slots.load_adapter(self.arrays(), self.options, self.spec, slot, factors))
 
     def evict(self, slot: int) -> None:
         """Empty a slot. Tokens with its id have no adapter, and count in invalid_ids."""

@@ -96,16 +96,24 @@ class LoRA:
         return rank
 
     def rank_of(self, factors: LoRAFactors, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """The rank of one adapter, unpadded and without the axis of slots. shapes: of the slots. Raises InvalidInput
-        unless it fits them."""
+        """The rank of one adapter, unpadded and without the axis of slots. shapes: of the slots.
+
+        A pair that is None adds nothing. Raises InvalidInput unless the adapter fits.
+        """
         every = {name: getattr(factors, name) for pair in TARGETS.values() for name in pair}
         present = [name for name, one in every.items() if one is not None]
-        if present != list(shapes):
-            raise InvalidInput(f"factors must be {', '.join(shapes)}, got {', '.join(present)}; match the targets")
-        for name, (_, *shape) in shapes.items():
-            shape[2 if name[0] == "a" else 1] = tuple(every[f"a{name[1]}"].shape)[-1]
+        alone = [name for pair in TARGETS.values() for name in pair if (set(pair) & set(present)) == {name}]
+        if not present or alone or not set(present) <= set(shapes):
+            got = ", ".join(present) or "none"
+            raise InvalidInput(
+                f"factors must be pairs of {', '.join(shapes)}, the layer's targets, got {got}; pass these"
+            )
+        for name in present:
+            shape, axis = list(shapes[name][1:]), 2 if name[0] == "a" else 1
+            shape[axis] = min(shape[axis], every[f"a{name[1]}"].shape[-1])
             if list(every[name].shape) != shape:
                 raise InvalidInput(
-                    f"factors.{name} must be {shape}, got {list(every[name].shape)}; pass the adapter of this layer"
+                    f"factors.{name} must be {shape} at most, got {list(every[name].shape)}; pass an adapter of this "
+                    "layer, or make slots with a larger max_rank"
                 )
-        return self.require_rank(max(every[name].shape[-1] for name in shapes if name[0] == "a"))
+        return max(every[name].shape[-1] for name in present if name[0] == "a")

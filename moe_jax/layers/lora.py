@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.layers import LoRA, MoELayerSpec
+from moe_core.layers import MAXTEXT, LoRA, MoELayerSpec
 from moe_core.specs.operands import LoRAFactors, MoEOperands
 from moe_jax.bridge.calls import require_type
 
@@ -60,20 +61,22 @@ def new_adapter(arrays: Slots, lora: LoRA, slot: int, key: jax.Array, rank: int 
     return changed | _state(arrays, slot, lora.scale(rank), rank)
 
 
-def load_adapter(arrays: Slots, lora: LoRA, slot: int, factors: LoRAFactors) -> Slots:
-    """The arrays with an adapter in a slot.
-
-    factors: without the axis of slots, unpadded: a1 `[E or 1, D, r]`, b1 `[E or 1, r, N]`, a2, b2 likewise, for the
-    layer's targets; scale fp32 `[E]` or None for that of the options and r; ranks int32 `[E]` or None for r.
-    """
+def load_adapter(
+    arrays: Slots, lora: LoRA, spec: MoELayerSpec, slot: int, factors: LoRAFactors | ExpertAdapter
+) -> Slots:
+    """The arrays with an adapter in a slot. factors: see `moe_jax.nnx.AdapterSlots.load`."""
+    if isinstance(factors, ExpertAdapter):
+        layout = "interleaved" if spec.storage(MAXTEXT).gate_layout == "interleaved" else "halves"
+        factors = LoRAFactors(**factors.with_gate_layout(layout).operands())
     require_type("factors", factors, LoRAFactors)
     slot, changed = lora.require_slot(slot), dict(arrays)
     names = [name for name in arrays if name not in LORA_STATE]
     rank = lora.rank_of(factors, {name: arrays[name].shape for name in names})
     for name in names:
-        one = jnp.asarray(getattr(factors, name)).astype(arrays[name].dtype)
+        one = getattr(factors, name)
+        one = jnp.zeros((0, 0, 0)) if one is None else jnp.asarray(one)
         padded = [(0, size - given) for size, given in zip(arrays[name].shape[1:], one.shape, strict=True)]
-        changed[name] = arrays[name].at[slot].set(jnp.pad(one, padded))
+        changed[name] = arrays[name].at[slot].set(jnp.pad(one.astype(arrays[name].dtype), padded))
     scale, ranks = factors.scale, factors.ranks
     return changed | _state(
         arrays, slot, lora.scale(rank) if scale is None else scale, rank if ranks is None else ranks
@@ -88,7 +91,9 @@ def evict_adapter(arrays: Slots, lora: LoRA, slot: int) -> Slots:
 def export_adapter(arrays: Slots, lora: LoRA, slot: int) -> LoRAFactors:
     """An adapter's factors, as `load_adapter` takes them. Waits for the device, which holds the rank."""
     slot = lora.require_slot(slot)
-    rank = lora.require_rank(int(np.asarray(arrays["ranks"][slot]).max()))
+    rank = int(np.asarray(arrays["ranks"][slot]).max())
+    if not rank:
+        raise InvalidInput(f"slot must hold an adapter, got the empty slot {slot}; load one first")
     cut = {name: one[slot] for name, one in arrays.items()}
     cut = {n: one if n in LORA_STATE else one[..., :rank] if n[0] == "a" else one[:, :rank] for n, one in cut.items()}
     return LoRAFactors(**cut)

@@ -64,8 +64,8 @@ def scheme_of_rule(rule: Any) -> Scheme | None:
         raise InvalidInput(f"rule must be a qwix.QuantizationRule, got {type(rule).__name__}; pass one rule")
     if isinstance(rule, qwix.LoraRule):
         raise Unsupported(
-            f"Qwix cannot put LoRA on the experts of a MoE layer; {_LEAVE_OUT}, and see examples/lora_jax.py for LoRA "
-            "on both products of every expert"
+            f"Qwix cannot put LoRA on the experts of a MoE layer; {_LEAVE_OUT}, and give the layer lora=LoRA(...) "
+            "of moe_jax, as examples/lora_jax.py does"
         )
     weights = _type(rule.weight_qtype)
     if weights is None:

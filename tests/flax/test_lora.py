@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.formats import scheme_named
 from moe_core.specs.operands import LoRAFactors
 from moe_jax import LoRA
-from tests.support.jax import cpu_mesh, running_on
+from tests.support.jax import cpu_mesh, running_on, untyped
 
 nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
 optax = pytest.importorskip("optax", reason="needs optax")
@@ -48,11 +49,13 @@ def adapter(rank: int, seed: int, experts: int = E, **more: Any) -> LoRAFactors:
 
 def merged(layer: Any, factors: LoRAFactors, scale: float) -> Any:
     """A layer with the adapter added to its weights."""
-    weights = layer.export_weights()
+    weights: Any = layer.export_weights()
     experts, change = weights.experts, scale * np.asarray(factors.a1) @ np.asarray(factors.b1)
     gate, up = np.split(change, 2, axis=-1)
+    if experts.up is None:  # interleaved
+        gate, up = np.stack([gate, up], axis=-1).reshape(change.shape), None
     more = {"gate_up": gate, "up": up, "down": scale * np.asarray(factors.a2) @ np.asarray(factors.b2)}
-    added = {name: np.asarray(getattr(experts, name)) + one for name, one in more.items()}
+    added = {name: np.asarray(getattr(experts, name)) + one for name, one in more.items() if one is not None}
     return MoE.from_weights(dataclasses.replace(weights, experts=dataclasses.replace(experts, **added)))
 
 
@@ -137,7 +140,7 @@ def test_one_program_serves_every_change_of_slots() -> None:
 
 @pytest.mark.parametrize("options", [{"shared": True}, {"targets": ("down",)}, {"dtype": jnp.bfloat16}], ids=str)
 def test_linen_trains_the_collection(options: dict[str, Any]) -> None:
-    layer = linen.MoE(D, F, E, K, lora=LoRA(rank=4, **options))
+    layer: Any = linen.MoE(D, F, E, K, lora=LoRA(rank=4, **options))
     variables = linen.nn.meta.unbox(layer.init(jax.random.key(0), X))
     assert set(variables) == {"params", linen.LORA, linen.LORA_STATE}
     lora, rest = variables[linen.LORA], {name: one for name, one in variables.items() if name != linen.LORA}
@@ -159,7 +162,7 @@ def test_dropout_is_of_training() -> None:
     layer.eval()
     np.testing.assert_array_equal(layer(X), plain(X))
 
-    of_linen = linen.MoE(D, F, E, K, lora=LoRA(rank=4, dropout=0.5))
+    of_linen: Any = linen.MoE(D, F, E, K, lora=LoRA(rank=4, dropout=0.5))
     variables = of_linen.load_weights(plain.export_weights()) | of_linen.init_lora(jax.random.key(0))
     variables = of_linen.load_lora(variables, 0, adapter(4, 5))
     dropped = [of_linen.apply(variables, X, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
@@ -167,7 +170,7 @@ def test_dropout_is_of_training() -> None:
     assert not np.array_equal(dropped[1], dropped[2])
     with pytest.raises(Exception, match="dropout"):
         of_linen.apply(variables, X)
-    evaluated = of_linen.clone(lora=dataclasses.replace(of_linen.lora, dropout=0.0))
+    evaluated = of_linen.clone(lora=LoRA(rank=4))
     np.testing.assert_array_equal(evaluated.apply(variables, X), plain(X))
 
 
@@ -175,7 +178,7 @@ def test_quantised_experts_from_a_checkpoint() -> None:
     side = 32
     base = MoE(side, side, E, K, experts=ExpertsSpec(gate_layout="halves"), rngs=nnx.Rngs(0))
     base.quantize_experts(scheme_named("mxfp4_w4a16"))
-    layer = MoE.from_weights(base.export_weights())
+    layer = MoE.from_weights(untyped(base.export_weights()))
     layer.add_lora(LoRA(rank=4), rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(0), (T, side))
     np.testing.assert_array_equal(layer(x), base(x))
@@ -232,10 +235,11 @@ def test_refusals() -> None:
         (lambda: layer(X, gate_inputs=X), "runs as one op"),
         (lambda: layer.add_lora(LoRA(rank=4), rngs=nnx.Rngs(0)), "no adapters yet"),
         (lambda: layer.lora.load(1, adapter(4, 0)), "slot must be"),
-        (lambda: layer.lora.load(0, adapter(5, 0)), "rank must be"),
+        (lambda: layer.lora.load(0, adapter(17, 0)), "factors.a1 must be"),
+        (lambda: layer.lora.reset(0, rngs=nnx.Rngs(0), rank=5), "rank must be"),
         (lambda: layer.lora.load(0, adapter(4, 0, experts=1)), "factors.a1 must be"),
         (lambda: layer.lora.load(0, {}), "factors must be LoRAFactors"),
-        (lambda: several.lora.export(0), "rank must be"),
+        (lambda: several.lora.export(0), "slot must hold an adapter"),
         (lambda: linen.MoE(D, F, E, K).init_lora(jax.random.key(0)), "must have lora"),
     ):
         with pytest.raises((moe_jax.InvalidInput, moe_jax.Unsupported), match=message):
@@ -243,3 +247,20 @@ def test_refusals() -> None:
     mesh, message = jax.make_mesh((2,), ("ep",), devices=jax.devices("cpu")[:2]), "expert_axis must be None for a layer"
     with jax.set_mesh(mesh), pytest.raises(moe_jax.Unsupported, match=message):
         jax.jit(lambda layer: layer(X))(make(LoRA(rank=4), expert_axis="ep"))
+
+
+@pytest.mark.parametrize("gate_layout", ["separate", "interleaved"])
+def test_adapters_of_files(gate_layout: str) -> None:
+    """As `read_adapter` gives them: another order of gate and up, gate and up apart (a wider rank), one product."""
+    layer = make(LoRA(rank=3), experts=ExpertsSpec(gate_layout=gate_layout))
+    random, ranks, scale = np.random.default_rng(0), np.full(E, 6, np.int32), np.full(E, 0.5, np.float32)
+    drawn = [random.standard_normal((E, *shape)).astype(np.float32) for shape in ((D, 6), (6, 2 * F), (F, 3), (3, D))]
+    a1, b1, a2, b2 = drawn
+    first, second = LoRAPair(a1, b1, scale, ranks, True), LoRAPair(a2, b2, scale, ranks // 2)
+    layer.lora.load(0, ExpertAdapter(first, second, "halves"))
+    held = np.asarray(layer.lora.b1.get_value())[0, :, :6]
+    np.testing.assert_array_equal(held[..., ::2] if gate_layout == "interleaved" else held[..., :F], b1[..., :F])
+    wanted = merged(make(experts=ExpertsSpec(gate_layout=gate_layout)), LoRAFactors(*drawn), 0.5)
+    np.testing.assert_allclose(layer(X), wanted(X), rtol=1e-3, atol=1e-4)
+    layer.lora.load(0, ExpertAdapter(None, second))
+    assert not layer.lora.a1.get_value().any() and layer.lora.a2.get_value().any()

@@ -55,15 +55,21 @@ def test_adapters_that_do_not_fit() -> None:
     lora = LoRA(rank=3)
     shapes = lora.shapes(layer())
     for wrong, message in (
-        (factors(a1=None, b1=None), "factors must be"),
+        (LoRAFactors(), "factors must be pairs"),
+        (factors(b1=None), "factors must be pairs"),
         (factors(b2=(4, 3, 9)), "factors.b2 must be"),
         (factors(a1=(1, 8, 3)), "factors.a1 must be"),
-        (factors(rank=4), "rank must be"),
+        (factors(rank=17), "factors.a1 must be"),
     ):
         with pytest.raises(InvalidInput, match=message):
             lora.rank_of(wrong, shapes)
+    assert lora.rank_of(factors(rank=4, a1=None, b1=None), shapes) == 4
+    with pytest.raises(InvalidInput, match="factors must be pairs"):
+        lora.rank_of(factors(), LoRA(rank=3, targets=("down",)).shapes(layer()))
     with pytest.raises(InvalidInput, match="slot must be"):
         lora.require_slot(1)
+    with pytest.raises(InvalidInput, match="rank must be"):
+        lora.require_rank(4)
     for spec in (layer(expert_scale=True), layer(experts=ExpertsSpec(scheme=scheme_named("fp8_channel")))):
         with pytest.raises(Unsupported, match="lora must be None"):
             lora.require_layer(spec)
