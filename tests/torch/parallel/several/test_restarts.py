@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,6 +24,7 @@ from tests.support.parallel.pool import Pool
 from tests.support.paths import ROOT
 from tests.support.torch import running_on
 
+dcp: Any = checkpoint
 SIZES = {"d_model": 16, "d_ff": 16, "experts": 8, "layers": 2, "length": 8, "batch": 8, "steps": 9}
 #: Ranks of the first steps, of those after a death, and of the last.
 PHASES = ((4, 0, 3), (2, 3, 6), (1, 6, 9))
@@ -33,9 +35,7 @@ def steps_of(group: Any, folder: str, first: int, last: int) -> list[float]:
     """Means over ranks of the losses of some steps, from the checkpoint of the step before to one of the last."""
     size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]), running_on("reference"):
-        import language_model
-        import train_torch
-
+        language_model, train_torch = map(importlib.import_module, ("language_model", "train_torch"))
         settings = language_model.Settings(**SIZES)
         model = train_torch.LanguageModel(settings)
         mesh = DeviceMesh("cpu", torch.arange(size).view(1, size), mesh_dim_names=("efsdp", "ep"))
