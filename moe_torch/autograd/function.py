@@ -114,11 +114,15 @@ class _Function(torch.autograd.Function):
         )
 
 
+#: Made once, so that a compiler that breaks a graph here sees a call and no class.
+_apply = private.apply_of(_Function)
+
+
 def _differentiated(rule: Rule, *arguments: Any) -> Any:
     named = dict(zip(rule.operator.names, arguments, strict=False))
     asked = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
     rule.refuse(named, arguments[-1], asked)
-    return rule.operator.pack(private.apply_of(_Function)(rule, *arguments)[: rule.operator.signature.returns])
+    return rule.operator.pack(_apply(rule, *arguments)[: rule.operator.signature.returns])
 
 
 def define_gradient(rule: Rule, *backwards: Operator) -> None:

@@ -136,12 +136,13 @@ def executes(node: Any) -> bool:
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply`, or without transforms the `apply` below it, which looks at no signature."""
-    below: Any = super(torch.autograd.Function, function)
-    if _transforming is not None and _unwrapped is not None:
-        return function.apply if _transforming() else lambda *arguments: below.apply(*_unwrapped(arguments))
+    base: Any = super(torch.autograd.Function, function)
+    below, transforming, unwrapped = base.apply, _transforming, _unwrapped
+    if transforming is not None and unwrapped is not None:
+        return lambda *given: function.apply(*given) if transforming() else below(*unwrapped(given))
     name = "_are_functorch_transforms_active"
     needs = name in torch.autograd.Function.apply.__code__.co_names and not hasattr(torch._C, name)
-    return below.apply if needs else function.apply
+    return below if needs else function.apply
 
 
 def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_torch.layers.casts import at_least_float32
+
 
 @dataclass(frozen=True)
 class BlockArray:
@@ -30,7 +32,7 @@ class BlockArray:
             tensors = [tensor.unflatten(0, (self.num_experts, -1)) for tensor in tensors]
         whole = tensors[0]
         if self.name in ("router.table", "router.correction_bias"):
-            return whole.int() if self.name == "router.table" else whole.reshape(-1).float()
+            return whole.int() if self.name == "router.table" else at_least_float32(whole.reshape(-1))
         if len(tensors) > 1:
             whole = torch.stack(tensors, 1).flatten(0, 1) if self.interleaved else torch.cat(tensors, -2)
         return whole.transpose(-1, -2).contiguous() if self.turned else whole

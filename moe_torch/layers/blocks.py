@@ -253,7 +253,8 @@ def _names(architecture: Architecture, *, table: bool) -> dict[str, tuple[str, .
 def _stored(array: BlockArray, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """The layer's array of a block's tensors, and True if it is a copy."""
     whole, parts = tensors[0], [tensor.detach() for tensor in tensors]
-    joined = array.join(parts)
+    with torch.autocast("cuda" if whole.is_cuda else "cpu", enabled=False):
+        joined = array.join(parts)
     if array.name in ("router.table", "router.correction_bias"):
         return joined, joined.dtype != whole.dtype
     if joined is parts[0]:

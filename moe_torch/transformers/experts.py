@@ -135,7 +135,8 @@ def operands_of(
         _align(experts)
     is_fp8, is_packed, activations = _is_fp8(experts), _is_packed(experts), None
     _require_options(experts, options, is_fp8 or is_packed)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    casts = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if casts else None
     if is_fp8:
         weights, activations = fp8_weights(experts)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):

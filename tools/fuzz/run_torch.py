@@ -79,6 +79,8 @@ def give_main_grads(inputs: Mapping[str, torch.Tensor], arrays: Mapping[str, tor
 def _gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]], inputs: Mapping[str, torch.Tensor]) -> Results:
     outputs, flowing = zip(*pairs, strict=True)
     if any(hasattr(own, "main_grad") for own in inputs.values()):
+        for own in inputs.values():
+            own.grad = None
         torch.autograd.backward(outputs, flowing)
         given = {name: getattr(own, "main_grad", own.grad) for name, own in inputs.items()}
         assert all(own.grad is None for own in inputs.values() if hasattr(own, "main_grad"))
