@@ -46,7 +46,7 @@ from moe_jax.layers.functional import _planned_for
 from moe_jax.parallel import ExpertAxis
 from moe_torch import MoE
 from moe_torch.bridge.arrays import target_of_device
-from tests.support.frontends.routes import BASES, UNREACHED, T, changed, fields_of, inputs_of, weights_of
+from tests.support.frontends.routes import BASES, UNREACHED, T, changed, each_value, fields_of, inputs_of, weights_of
 from tests.support.layers import CONFIGS, SPECS
 from tests.support.parallel.jax import ep_mesh
 
@@ -55,8 +55,10 @@ PATHS = [path for path in changed() if path not in UNREACHED]
 CASES = [(path, spec) for path in PATHS for spec in changed()[path][: None if EVERY else 1]]
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 every_field = pytest.mark.parametrize(("path", "spec"), CASES, ids=[path for path, _ in CASES])
-#: Slower routes take fields of the layer alone.
-OWN = CASES if EVERY else [(path, spec) for path, spec in CASES if "." not in path]
+#: Slower routes take fields of the layer alone, or every value on one base.
+OWN = [(path, spec) for path, spec in CASES if "." not in path]
+if EVERY:
+    OWN = [(path, spec) for path in PATHS for spec in each_value(path)]
 #: Bits of the reference, which JAX has where no GPU is.
 on_cpus = pytest.mark.skipif(cuda_available(), reason="JAX would take the GPU; run it with CUDA_VISIBLE_DEVICES=")
 own_fields = pytest.mark.parametrize(("path", "spec"), OWN, ids=[path for path, _ in OWN])

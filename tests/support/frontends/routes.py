@@ -123,6 +123,15 @@ def changed(bases: tuple[MoELayerSpec, ...] = BASES) -> dict[str, tuple[MoELayer
     return layers
 
 
+def each_value(path: str) -> list[MoELayerSpec]:
+    """Every value of a field once, on one base after the other."""
+    of: dict[Any, list[MoELayerSpec]] = {}
+    for spec in changed()[path]:
+        value = functools.reduce(lambda part, name: part and getattr(part, name), path.split("."), spec)
+        of.setdefault(value, []).append(spec)
+    return [some[number % len(some)] for number, some in enumerate(of.values())]
+
+
 def weights_of(spec: MoELayerSpec) -> LayerWeights:
     """Weights of a layer, quantised if it is, with a table of distinct ids if it has one."""
     scheme = spec.experts.scheme
