@@ -88,6 +88,7 @@ TORCH_WAYS: dict[str, tuple[str, ...]] = {
     "autocast": ("none", "bfloat16", "float16"),
     "trace": ("none", "capture", "replay", "replay ids"),
 }
+JAX_FIELDS: dict[str, dict[str, dict[str, Any]]] = {"qwix": {"none": {}, "int8 rows": {"weights": "int8_row"}}}
 JAX_WAYS: dict[str, tuple[str, ...]] = {
     "layer": ("functional", "nnx", "linen"),
     "stack": ("none", "layer_index", "scan"),
@@ -97,21 +98,39 @@ JAX_WAYS: dict[str, tuple[str, ...]] = {
     "mesh": ("none", "Auto", "Explicit"),
     "expert_axis": ("none", "4 devices"),
     "jit": ("on", "none"),
+    "export": ("none", "on"),
+    **{name: tuple(values) for name, values in JAX_FIELDS.items()},
     "trace": ("none", "capture", "replay", "replay ids"),
 }
 RANK_WAYS: dict[str, tuple[str, ...]] = {
     "parallel": ("none", "DDP", "FSDP2", "experts", "tensor"),
-    "checkpointing": ("none", "on"),
+    **{name: TORCH_WAYS[name] for name in ("hooks", "checkpointing", "compile", "trace")},
     "autocast": ("none", "bfloat16"),
-    "trace": ("none", "capture"),
 }
-#: What runs in one process, and what needs two ranks.
-WAYS, RANKS = {"torch": TORCH_WAYS, "jax": JAX_WAYS}, "ranks"
+#: Blocks of models of transformers, each with the fields that its family has.
+MODEL_WAYS: dict[str, tuple[str, ...]] = {
+    "family": (
+        "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4", "nemotron_h", "phimoe", "deepseek_v4", "gemma4",
+    ),
+    "by": ("use", "from_block", "block_router"),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "option of use": ("none", "recompute", "batch_invariant", "main_grad"),
+    "mask": ("none", "some"),
+    **{name: values for name, values in TORCH_WAYS.items()},
+}  # fmt: skip
+GRAPH_WAYS: dict[str, tuple[str, ...]] = {
+    **{name: TORCH_WAYS[name] for name in ("PEFT", "hooks", "functional_call", "autocast", "trace")},
+    "graphs": ("on",),
+}
+#: What runs in one process on a CPU, what needs two ranks, and what needs a GPU.
+MODELS, RANKS, GRAPHS = "models", "ranks", "graphs"
+WAYS = {"torch": TORCH_WAYS, "jax": JAX_WAYS, MODELS: MODEL_WAYS}
 #: What one process has already shown.
 _NOT_ON_RANKS = ("expert_map", "losses")
 #: (values, what the error says), each of both frameworks or of one.
 Refused = tuple[str, str]
 _QUANTISED = "a scheme that quantises activations must be left out"
+_CHECKPOINTS = "a compiled program with checkpoints replays a trace with weights"
 _MIXER = r"router must be RouterSpec\(2\) with a sparse_mixer"
 REFUSED: dict[str, list[Refused]] = {
     "": [
@@ -176,6 +195,25 @@ REFUSED: dict[str, list[Refused]] = {
         ("mesh=Explicit, shard_map=none, expert_map=none, trace=*", "a shard_map .an expert_axis or a mesh opens one"),
         ("expert_axis=*, dtype=float64", "float64 is not there for experts on several ranks"),
         ("expert_axis=*, rounding=*", "token_rounding is not there for"),
+        ("layer=linen, qwix=*", r"layer\.quantize_experts\(variables"),
+        ("dtype=float64, qwix=*", "float64 is not there beside quantised weights"),
+    ],
+    "graphs": [("trace=*", "captured into a CUDA graph")],
+    "models": [
+        ("family=llama4, by=use", "transformers computes it outside of its experts interface"),
+        ("family=llama4, option of use=*", "transformers computes it outside of its experts interface"),
+        ("family=llama4, by=block_router", "block_router must be False for Llama4Router"),
+        ("family=phimoe, by=block_router", "block_router must be False for a block with a sparse mixer"),
+        ("family=deepseek_v4, by=block_router", "block_router must be False for a block with a table of ids"),
+        *((f"family={name}, by=use, trace=replay ids", "a trace of ids alone needs the logits of each layer")
+          for name in ("phimoe", "deepseek_v4")),
+        ("by=use, checkpointing=*, compile=*, trace=replay ids", _CHECKPOINTS),
+        ("by=from_block, checkpointing=*, compile=*, trace=replay ids", _CHECKPOINTS),
+        ("by=from_block, checkpointing=*, compile=*, autocast=*, trace=replay", _CHECKPOINTS),
+        ("dtype=float64, option of use=main_grad", "main_grad is not there in float64"),
+        ("option of use=main_grad, PEFT=*", "main_grad"),
+        ("option of use=main_grad, export=*", "main_grad=True adds to buffers in place"),
+        ("option of use=main_grad, autocast=*", "main_grad must be False where autocast casts the weights"),
     ],
 }  # fmt: skip
 #: (values, why there is no such layer or call): two values of one choice.
@@ -195,8 +233,18 @@ APART: dict[str, list[Refused]] = {
         ("parallel=DDP, main_grad=*", "DDP sees `.grad` alone: add up `main_grad` over ranks yourself"),
         ("parallel=DDP, quantised activations=*", "nothing is trained"),
     ],
+    "models": [
+        ("by=use, mask=*", "a model gives its experts no mask"),
+        ("option of use=*, mask=*", "a model gives its experts no mask"),
+        ("by=from_block, option of use=*", "a layer of a block has the options of its config"),
+        ("by=block_router, option of use=*", "a layer of a block has the options of its config"),
+        ("functional_call=*, export=*", "an exported program has its own parameters"),
+    ],
     "jax": [
-        *((f"expert_map=on, {name}", _OF_LAYERS) for name in ("layer=*", "expert_axis=*")),
+        *((f"expert_map=on, {name}", _OF_LAYERS) for name in ("layer=*", "expert_axis=*", "qwix=*")),
+        *((f"{name}=*, qwix=*", "a layer has one scheme") for name in ("format", "quantised activations")),
+        ("layer=functional, qwix=*", "qwix takes modules"),
+        ("export=*, jit=none", "a program is exported from jax.jit"),
         ("expert_axis=*, shard_map=*", "an expert axis opens a shard_map of its own"),
         ("expert_axis=*, jit=none", "not tried: JAX runs a shard_map outside of jax.jit operation by operation"),
         ("shard_map=*, jit=none", "not tried: JAX runs a shard_map outside of jax.jit operation by operation"),
@@ -208,14 +256,16 @@ def factors(framework: str) -> dict[str, tuple[str, ...]]:
     fields = {name: tuple(values) for name, values in FIELDS.items()}
     if framework == RANKS:
         return {name: values for name, values in fields.items() if name not in _NOT_ON_RANKS} | RANK_WAYS
-    return fields | WAYS[framework]
+    if framework == GRAPHS:
+        return fields | {"dtype": fields["dtype"][:3]} | GRAPH_WAYS
+    return MODEL_WAYS if framework == MODELS else fields | WAYS[framework]
 
 
 def case_of(row: Mapping[str, str], seed: int = 0) -> Case:
     """The layer of a row. Quantised activations have no gradient."""
     fields: dict[str, Any] = dict(SIZES) | {"seed": seed}
     for name, value in row.items():
-        fields |= FIELDS.get(name, {}).get(value, {})
+        fields |= (FIELDS | JAX_FIELDS).get(name, {}).get(value, {})
     fields["gradient"] = not fields.get("activations")
     return Case(**fields)
 
@@ -245,8 +295,8 @@ def apart(framework: str) -> list[tuple[tuple[Value, ...], str]]:
 
 def rules(table: dict[str, list[Refused]], framework: str) -> list[Refused]:
     """The rules of a table that a framework has features for."""
-    names = ("", "torch", RANKS) if framework == RANKS else ("", framework)
-    every = [rule for name in names for rule in table[name]]
+    names = ("", "torch", framework) if framework in (RANKS, GRAPHS) else ("", framework)
+    every = [rule for name in names for rule in table.get(name, ())]
     return [rule for rule in every if expanded([rule], framework)]
 
 

@@ -7,20 +7,25 @@ whose results and gradients count: what leaks between batches is seen.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import qwix  # type: ignore[import-not-found]
 import torch
 from flax import nnx as flax_nnx
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moe_jax
 import moe_torch
 from moe_jax import layers, linen, nnx, trace
+from moe_jax.bridge.ffi import TARGET_NAME
+from moe_jax.parallel import ExpertAxis
 from tools.combinations.cover import Row
 from tools.combinations.features import case_of
 from tools.combinations.replayed import Replayed
@@ -51,7 +56,8 @@ def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
         tokens |= dict(pairs)
     case = replayed.case
     with running_on(engine), jax.enable_x64(case.dtype == "float64"), jax.default_device(jax.devices("cpu")[0]):
-        found = _step(row, case, {name: run_jax.to_jax(array) for name, array in tokens.items()})
+        plain_matrices = {name: run_jax.to_jax(array) for name, array in arrays.plain.items() if is_parameter(name)}
+        found = _step(row, case, {name: run_jax.to_jax(array) for name, array in tokens.items()}, plain_matrices)
         found = {name: run_jax.to_torch(array, "cpu") for name, array in found.items() if array is not None}
     found.pop("overflow", None)
     plain = found if plain is None else plain
@@ -102,9 +108,9 @@ def _mesh(row: Row) -> Iterator[Any]:
         yield mesh
 
 
-def _step(row: Row, case: Case, given: dict[str, Any]) -> dict[str, Any]:
-    """The outputs by name, and the gradients as `d name`."""
-    model = _op(case) if case.kind == "moe" else _layer(row, case)
+def _step(row: Row, case: Case, given: dict[str, Any], unquantised: dict[str, Any]) -> dict[str, Any]:
+    """The outputs by name, and the gradients as `d name`. unquantised: what qwix quantises."""
+    model = _op(case) if case.kind == "moe" else _layer(row, case, given, unquantised)
     flowing = {name: given.pop(f"d_{name}") for name in ("output", "weights") if f"d_{name}" in given}
     flowing |= {name: factor for name, factor in (("load_balance_loss", case.balance), ("z_loss", case.z)) if factor}
     tokens = {name: given.pop(name) for name in _BY_TOKEN if name in given}
@@ -133,7 +139,12 @@ def _step(row: Row, case: Case, given: dict[str, Any]) -> dict[str, Any]:
             (gradients,) = pull([_like(found[name], value) for name, value in flowing.items()])
             return found | {f"d {name}": gradient for name, gradient in gradients.items()}
 
-        found = (jax.jit(program) if row["jit"] == "on" else program)(_stacked(given) if stacked else given, tokens)
+        run: Any = jax.jit(program) if row["jit"] == "on" else program
+        held = (_stacked(given) if stacked else given, tokens)
+        if row["export"] != "none":
+            allowed = [export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+            run = export.deserialize(export.export(run, disabled_checks=allowed)(*held).serialize()).call
+        found = run(*held)
         found = jax.block_until_ready(found)
         if stacked:
             found |= {
@@ -157,7 +168,7 @@ def _stacked(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer(row: Row, case: Case) -> Any:
+def _layer(row: Row, case: Case, given: dict[str, Any], unquantised: dict[str, Any]) -> Any:
     """(arrays of parameters, arrays by token, layer_index) -> outputs."""
     spec, dtype = layer_spec(case), jnp.dtype(case.dtype)
     num_layers = None if row["stack"] == "none" else 2
@@ -171,11 +182,38 @@ def _layer(row: Row, case: Case) -> Any:
         held = linen.MoE.from_spec(spec, param_dtype=dtype, **options)
     every = layers.leaves(spec, num_layers)
 
-    def model(given: dict[str, Any], tokens: dict[str, Any], layer_index: Any = None) -> dict[str, Any]:
+    def filled(layer: Any, tree: Any, every: Any) -> Any:
+        layer = flax_nnx.clone(layer)
+        for leaf in every:
+            functools.reduce(getattr, leaf.path, layer).set_value(layers.find(tree, leaf.path))
+        return layer
+
+    def tree_of(given: dict[str, Any], every: Any) -> Any:
         named = {layer_name(name): array for name, array in given.items() if is_parameter(name)}
         if case.router_layout == "out_in":  # Flax stores [D, E]
             named["router.weight"] = named["router.weight"].swapaxes(-1, -2)
-        tree = layers.nested((leaf.path, named[leaf.parameter.name]) for leaf in every)
+        return layers.nested((leaf.path, named[leaf.parameter.name]) for leaf in every)
+
+    if row["qwix"] != "none":
+        before = layer_spec(dataclasses.replace(case, weights=""))
+        leaves = layers.leaves(before, num_layers)
+        empty = nnx.MoE.from_spec(before, rngs=flax_nnx.Rngs(0), param_dtype=dtype, **(options | {"expert_axis": None}))
+        whole = filled(empty, tree_of(_stacked(unquantised) if num_layers else unquantised, leaves), leaves)
+        rules = qwix.PtqProvider([qwix.QuantizationRule(weight_qtype=jnp.int8)])
+        names = {"gate_inputs": "gate_inputs", "expert_ids": "ids", "input_ids": "input_ids"}
+        call = {"x": given["x"], "layer_index": 0 if num_layers else None}
+        call |= {name: given.get(own) for name, own in names.items()}
+        if row["layer"] == "linen":
+            qwix.quantize_model(linen.MoE.from_spec(before, dtype=dtype), rules).init(jax.random.key(0), **call)
+        held = qwix.quantize_model(whole, rules, **call)
+        wanted = tree_of(_stacked(given) if num_layers else given, every)
+        for leaf in every:
+            array = functools.reduce(getattr, leaf.path, held).get_value()
+            assert (array == layers.find(wanted, leaf.path)).all(), f"qwix has other codes of {leaf.path}"
+        held.expert_axis = empty.expert_axis if axis is None else ExpertAxis.of(axis)
+
+    def model(given: dict[str, Any], tokens: dict[str, Any], layer_index: Any = None) -> dict[str, Any]:
+        tree = tree_of(given, every)
         routed = {"gate_inputs": tokens.get("gate_inputs"), "expert_ids": tokens.get("ids")}
         routed["input_ids"] = tokens.get("input_ids")
         more = {"token_mask": tokens.get("token_mask"), "layer_index": layer_index, "return_aux": True}
@@ -183,10 +221,7 @@ def _layer(row: Row, case: Case) -> Any:
             by, options = layers.RoutedBy(**routed), {"dtype": dtype, "expert_axis": axis}
             y, aux = layers.forward(tree, tokens["x"], spec, routed_by=by, **options, **more)
         elif row["layer"] == "nnx":
-            layer = flax_nnx.clone(held)
-            for leaf in every:
-                functools.reduce(getattr, leaf.path, layer).set_value(layers.find(tree, leaf.path))
-            y, aux = layer(tokens["x"], **routed, **more)
+            y, aux = filled(held, tree, every)(tokens["x"], **routed, **more)
         else:
             y, aux = held.apply(held._variables(tree), tokens["x"], **routed, **more)
         return {name: array for name, array in ({"output": y} | aux._asdict()).items() if array is not None}

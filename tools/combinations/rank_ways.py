@@ -6,7 +6,6 @@ With experts or their columns on both ranks, outputs and gradients are the plain
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +21,11 @@ from moe_torch import trace
 from moe_torch.parallel import ExpertParallel, parallelize
 from tools.combinations.cover import Row
 from tools.combinations.features import case_of
+from tools.combinations.replayed import Replayed
+from tools.combinations.torch_ways import autocast, traced
 from tools.fuzz import run_torch
 from tools.fuzz.case import Case
-from tools.fuzz.data import TORCH, draw, is_parameter
+from tools.fuzz.data import TORCH, is_parameter
 from tools.fuzz.engines import Results, call_arrays, layer_name, running_on, trained
 
 #: Units of the largest number that sums in another order, or rounded parts of them, may be apart.
@@ -47,29 +48,43 @@ def examine_all(group: Any, rows: list[Row], seed: int = 0) -> list[str | list[s
 def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     case = dataclasses.replace(case_of(row, seed), F=64)  # whole groups of a format on both ranks
-    given = call_arrays(draw(case))
+    replayed = Replayed(row, case)
+    arrays = replayed.draw()
+    given = call_arrays(arrays)
     count = case.T // ranks
-    own = {
-        name: array[rank * count : (rank + 1) * count] if name in _BY_TOKEN else array for name, array in given.items()
-    }
+    here = slice(rank * count, (rank + 1) * count)
+    own = {name: array[here] if name in _BY_TOKEN else array for name, array in given.items()}
     shared_out = row["parallel"] in ("experts", "tensor")
     half = dataclasses.replace(case, T=count)
-    with running_on("reference"), _autocast(row):
+    with running_on("reference"), autocast(row):
         plain = run_torch.layer_of(case, given)
-        whole = case if shared_out else half
-        wanted = _step(whole, given if shared_out else own, plain, plain)
+        base, inputs = (
+            dataclasses.replace(replayed.base, T=case.T if shared_out else count),
+            given if shared_out else own,
+        )
+        if replayed.base is not case:  # ids from the caller, not from a table
+            inputs = {name: array for name, array in inputs.items() if name not in ("routing.table", "input_ids")}
+            plain = run_torch.layer_of(base, inputs)
+        wanted = _step(base, inputs, plain, plain)
+        routing = None
+        if row["trace"].startswith("replay"):
+            weights = None if row["trace"] == "replay ids" else wanted["weights"]
+            # Ids before a capacity drops some.
+            ids = inputs["ids"] if weights is None and base.given_ids else wanted["ids"]
+            ids, weights = (one if one is None or not shared_out else one[here] for one in (ids, weights))
+            routing = trace.LayerRouting(ids, weights, case.E)
+            own = {name: array for name, array in own.items() if name != "ids" or case.given_ids}
         layer, call = _through(row, run_torch.layer_of(case, given), group)
-        with trace.capture() if row["trace"] != "none" else contextlib.nullcontext() as recording:
-            found = _step(half, own, layer, call)
+        found, captured = traced(row, routing, lambda: _step(half, own, layer, call))
     wrong = []
-    if recording is not None and not torch.equal(recording.layers[0].ids, found["ids"]):
+    if captured is not None and not torch.equal(captured.ids, found["ids"]):
         wrong.append("captured ids are not the layer's")
     if shared_out:
         for name in [name for name in found if is_parameter(name[2:]) and not name.startswith("d experts.")]:
             found[name] = _summed(found[name].double(), group).to(found[name].dtype)
         for name, array in wanted.items():
             if name in ("output", "ids", "weights", "logits", "d x", "d gate_inputs"):
-                wanted[name] = array[rank * count : (rank + 1) * count]
+                wanted[name] = array[here]
     elif row["parallel"] != "none":  # means over ranks
         for name in [name for name in wanted if name.startswith("d ") and is_parameter(name[2:])]:
             wanted[name] = _summed(wanted[name].double(), group).div(ranks).to(wanted[name].dtype)
@@ -82,10 +97,6 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     return wrong + [text for name in wanted for text in _apart(name, wanted[name], found.get(name), share)]
 
 
-def _autocast(row: Row) -> Any:
-    return contextlib.nullcontext() if row["autocast"] == "none" else torch.autocast("cpu", TORCH[row["autocast"]])
-
-
 def _summed(array: torch.Tensor, group: Any) -> torch.Tensor:
     array = array.clone().contiguous()
     dist.all_reduce(array, group=group)
@@ -96,6 +107,9 @@ def _through(row: Row, layer: Any, group: Any) -> tuple[Any, Any]:
     """(the layer, a call of it) as the row says."""
     kind, call = row["parallel"], layer
     layer.requires_grad_(True)
+    if row["hooks"] != "none":
+        layer.router.register_forward_hook(lambda *seen: None)
+        layer.experts.register_forward_hook(lambda *seen: None)
     if kind == "DDP":
         call = DistributedDataParallel(layer, process_group=group)
     elif kind == "FSDP2":
@@ -108,6 +122,9 @@ def _through(row: Row, layer: Any, group: Any) -> tuple[Any, Any]:
     if row["checkpointing"] != "none":
         inner = call
         call = lambda *args, **options: checkpoint(inner, *args, use_reentrant=False, **options)  # noqa: E731
+    if row["compile"] != "none":
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager")
     return layer, call
 
 

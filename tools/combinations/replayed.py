@@ -30,8 +30,8 @@ class Replayed:
         if case.table:
             self.own += ("invalid_ids",)
 
-    def draw(self) -> data.Arrays:
-        return data.draw(dataclasses.replace(self.case, given_ids=self.base.given_ids))
+    def draw(self, device: str = "cpu") -> data.Arrays:
+        return data.draw(dataclasses.replace(self.case, given_ids=self.base.given_ids), device)
 
     def plain(self, arrays: data.Arrays, given: dict[str, Any], engine: str) -> tuple[Results | None, Any]:
         """(what the plain layer returns, None for an op, which takes no ids and logits; the routing to replay)."""

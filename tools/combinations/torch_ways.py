@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import moe_torch
+from moe_core.runtime.cuda import cuda_available
 from moe_torch import trace
 from tools.combinations.cover import Row
-from tools.combinations.features import case_of
+from tools.combinations.features import TORCH_WAYS, case_of
 from tools.combinations.replayed import Replayed
 from tools.fuzz import run_torch
 from tools.fuzz.case import Case
 from tools.fuzz.data import TORCH
-from tools.fuzz.engines import OPS, Results, call_arrays, running_on, trained
+from tools.fuzz.engines import OPS, Results, call_arrays, device_of, running_on, trained
 from tools.fuzz.judge import judge, same_bits
 
 #: Stages that run one by one round between them: so many units of the largest number may results differ.
@@ -28,12 +30,13 @@ _UNIT = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat1
 
 def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
     """What is wrong with a row. Raises what the library raises."""
-    case, autocast = case_of(row, seed), row["autocast"]
+    row = {name: values[0] for name, values in TORCH_WAYS.items()} | row
+    case, cast = case_of(row, seed), row["autocast"]
     own = case.dtype
-    if autocast != "none" and own != "float64" and case.kind == "layer":  # autocast leaves others alone
-        case = dataclasses.replace(case, dtype=autocast)
+    if cast != "none" and own != "float64" and case.kind == "layer":  # autocast leaves others alone
+        case = dataclasses.replace(case, dtype=cast)
     replayed = Replayed(row, case)
-    arrays = replayed.draw()
+    arrays = replayed.draw(device_of(engine))
     if case.dtype != own:  # values that both dtypes hold
         own_plain = {name: array for name, array in arrays.plain.items() if name not in arrays.quantized}
         arrays.plain |= {name: _exact(array) for name, array in own_plain.items()}
@@ -42,7 +45,7 @@ def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
     plain, layer = replayed.plain(arrays, given, engine)
     if row["trace"].startswith("replay") and not case.given_ids:
         wide.pop("ids", None)
-    with running_on(engine), _autocast(row):
+    with running_on(engine), autocast(row, device_of(engine)):
         found, captured = _through(row, dataclasses.replace(replayed.case, dtype=own), wide, layer)
     if plain is None:
         plain = found
@@ -68,12 +71,32 @@ def _in_dtype(name: str, array: torch.Tensor, dtype: str) -> torch.Tensor:
     return array.to(TORCH[dtype]) if changes else array
 
 
-def _autocast(row: Row) -> Any:
-    return contextlib.nullcontext() if row["autocast"] == "none" else torch.autocast("cpu", TORCH[row["autocast"]])
+def autocast(row: Row, device: str = "cpu") -> Any:
+    return contextlib.nullcontext() if row["autocast"] == "none" else torch.autocast(device, TORCH[row["autocast"]])
 
 
-def _traced(row: Row, replayed: trace.LayerRouting | None, step: Callable[[], Results]) -> tuple[Results, Any]:
+def _graphed(step: Callable[[], Results]) -> Results:
+    """The results of a replayed CUDA graph of a step, or on a CPU of its third call."""
+    with torch.cuda.stream(torch.cuda.Stream() if cuda_available() else None):
+        for _ in range(2):
+            step()
+    if not cuda_available():
+        return step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for array in found.values():
+        array.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+def traced(row: Row, replayed: trace.LayerRouting | None, step: Callable[[], Results]) -> tuple[Results, Any]:
     """(results of a step, the routing that was captured)."""
+    if row.get("graphs", "none") != "none":
+        step = functools.partial(_graphed, step)
     if row["trace"] == "capture":
         with trace.capture() as recording:
             found = step()
@@ -121,14 +144,13 @@ def _through(row: Row, case: Case, given: Mapping[str, Any], replayed: Any) -> t
         torch._dynamo.reset()
         # PEFT puts its sums in the place of parameters in eager code.
         call = torch.compile(call, fullgraph=row["PEFT"] == "none", backend="aot_eager")
-    return _traced(row, replayed, lambda: run_torch.step(case, given, call, parameters, more))
+    return traced(row, replayed, lambda: run_torch.step(case, given, call, parameters, more))
 
 
 def _op(row: Row, case: Case, given: Mapping[str, Any], replayed: Any) -> tuple[Results, Any]:
     """The same of an op, a function of a dictionary of tensors."""
     names = trained(case, given) if case.gradient else []
     inputs = dict(given) | {name: given[name].detach().requires_grad_() for name in names}
-    run_torch.give_main_grads(inputs, given)
 
     def call(inputs: Any) -> Any:
         return OPS[case.kind](case, moe_torch.ops, inputs)
@@ -143,11 +165,12 @@ def _op(row: Row, case: Case, given: Mapping[str, Any], replayed: Any) -> tuple[
         through = torch.compile(through, fullgraph=True, backend="aot_eager")
 
     def step() -> Results:
+        run_torch.give_main_grads(inputs, given)
         with torch.set_grad_enabled(case.gradient):
             outputs = through(inputs)
         return run_torch.results_of(case, outputs, given, {name: inputs[name] for name in names})
 
-    return _traced(row, replayed, step)
+    return traced(row, replayed, step)
 
 
 def _exported(
@@ -194,7 +217,7 @@ def _differences(row: Row, plain: Results, found: Results, active: torch.Tensor 
     apart = set(first) if not row["PEFT"] == row["hooks"] == "none" else set()
     apart |= {"d x", "d gate_inputs", "d routing.weight"} & first.keys() if row["trace"].startswith("replay") else set()
     if row["autocast"] != "none" and row["dtype"] in ("bfloat16", "float16"):  # rounded to one dtype after the other
-        apart |= {name for name in first if name.startswith("d routing.")}
+        apart |= {name for name in first if name.startswith("d ") and not name.startswith("d experts.")}
     exact, others = ({name: array for name, array in one.items() if name not in apart} for one in (first, second))
     wrong += same_bits(exact, others, ("the plain layer", "the row"))
     for name in sorted(apart):
