@@ -136,9 +136,8 @@ def executes(node: Any) -> bool:
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply`, or without transforms the `apply` below it, which looks at no signature."""
-    base: Any = super(torch.autograd.Function, function)
-    below, transforming, unwrapped = base.apply, _transforming, _unwrapped
-    if transforming is not None and unwrapped is not None:
+    below: Any = getattr(super(torch.autograd.Function, function), "apply")  # noqa: B009
+    if (transforming := _transforming) is not None and (unwrapped := _unwrapped) is not None:
         return lambda *given: function.apply(*given) if transforming() else below(*unwrapped(given))
     name = "_are_functorch_transforms_active"
     needs = name in torch.autograd.Function.apply.__code__.co_names and not hasattr(torch._C, name)
