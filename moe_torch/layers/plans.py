@@ -19,7 +19,7 @@ from moe_core.specs.operands import MoEOperands
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import require_instance
-from moe_torch.layers.lora.slots import LoRA, LoRAParameters, why_no_lora
+from moe_torch.layers.lora.slots import LoRA, LoRAParameters
 from moe_torch.layers.parameters import PrepackedExperts
 from moe_torch.operators.requests import operands_of
 
@@ -65,8 +65,9 @@ class PlannedLayer(PrepackedExperts):
         require_instance("lora", lora, LoRA)
         if self._modules["lora"] is not None:
             raise InvalidInput("the layer must have no adapters yet, got some; load into their slots")
-        if (reason := why_no_lora(self)) is not None:
-            raise Unsupported(f"add_lora takes layers that run as one operator, got {reason}; make another layer")
+        lora.require_layer(self.spec)
+        if self._modules["experts"].__dict__.get("exchange") is not None:
+            raise Unsupported("lora must be None for a layer with experts on several ranks, got adapters; leave it out")
         self.requires_grad_(False)
         gate_layout = "interleaved" if self.storage.gate_layout == "interleaved" else "halves"
         like = self._arrays(self._parts())[self._like_place]

@@ -225,7 +225,7 @@ def test_bad_slots_and_options() -> None:
         (lambda: layer(x, adapter_ids=ids[:2]), "adapter_ids must be int32"),
         (lambda: layer.add_lora(LoRA(4)), "no adapters yet"),
         (lambda: lora.load(2, adapter(4, 0)), "slot must be"),
-        (lambda: lora.load(0, adapter(4, 0)), "factors must be of a2, b2"),
+        (lambda: lora.load(0, adapter(4, 0)), "factors must be pairs of a2, b2"),
         (lambda: lora.load(0, adapter(17, 0, targets=("down",))), "larger max_rank"),
         (lambda: lora.load(0, dataclasses.replace(adapter(4, 0, targets=("down",)), b2=torch.zeros(4, 4, 63))), "b2"),
         (lambda: lora.export(1), "empty slot"),
