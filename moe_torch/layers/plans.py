@@ -19,7 +19,7 @@ from moe_core.specs.operands import MoEOperands
 from moe_torch.bridge.arrays import target_of_device
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import require_instance
-from moe_torch.layers.lora.slots import LoRA, LoRAParameters
+from moe_torch.layers.lora.slots import LoRA, LoRAParameters, adapted_call
 from moe_torch.layers.parameters import PrepackedExperts
 from moe_torch.operators.requests import operands_of
 
@@ -33,8 +33,8 @@ class PlannedLayer(PrepackedExperts):
     def explain(self, tokens: int | Sequence[int], *, training: bool = False) -> Explanation:
         """Explain a forward of so many tokens, or of an x of that shape: buffers, kernels, decisions, order of sums.
 
-        training: a training step with gradients of x and every parameter. Runs nothing. `save` of the result writes
-        the plans for `moebius-view`.
+        training: a training step with gradients of x and every parameter. Adapters are explained without dropout. Runs
+        nothing. `save` of the result writes the plans for `moebius-view`.
         """
         tokens = count_tokens(tokens, self.spec.d_model)
         target = target_of_device(self._parts()["router"].weight.device)
@@ -97,4 +97,8 @@ class PlannedLayer(PrepackedExperts):
         arrays = self._arrays(self._parts())
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
-        return operands_of(self._operator, (*arrays, self._options))
+        lora: Any = self._modules["lora"]
+        if lora is None:
+            return operands_of(self._operator, (*arrays, self._options))
+        ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")
+        return operands_of(*adapted_call(self, arrays, lora.factors(), ids))

@@ -12,7 +12,7 @@ from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import LoRA
 from moe_core.specs.operands import LoRAFactors, RouterWeights, named_fields
-from moe_torch.bridge.operator import call
+from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.layers.parameters import moved_bytes
 from moe_torch.layers.weights import from_numpy
@@ -113,14 +113,16 @@ class LoRAParameters(torch.nn.Module):
             ranks=self.ranks[slot].clone(),
         )
 
+    def factors(self) -> LoRAFactors:
+        """The op's factors without dropout."""
+        return LoRAFactors(**{name: getattr(self, name) for name in _FACTORS}, scale=self.scale, ranks=self.ranks)
+
     def bundle(self) -> LoRAFactors:
         """The op's factors. In training with dropout each call draws a seed from torch's generator."""
-        seed = None
-        if self.training and self.options.dropout:
-            seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=self.ranks.device)
-        return LoRAFactors(
-            **{name: getattr(self, name) for name in _FACTORS}, scale=self.scale, ranks=self.ranks, seed=seed
-        )
+        if not (self.training and self.options.dropout):
+            return self.factors()
+        seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=self.ranks.device)
+        return dataclasses.replace(self.factors(), seed=seed)
 
     def encode(self, layer_options: str, dropped: bool) -> str:
         """The operator's options for a layer's, kept because programs are traced without encoding any."""
@@ -153,9 +155,15 @@ def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_id
     if adapter_ids.shape != x.shape[:-1]:
         shape, got = list(x.shape[:-1]), list(adapter_ids.shape)
         raise InvalidInput(f"adapter_ids must be int32 {shape} like the tokens of x, got {got}; pass one id per token")
-    factors = lora.bundle()
-    dropped = factors.seed is not None
+    return call(*adapted_call(layer, arrays, lora.bundle(), adapter_ids.reshape(-1)))
+
+
+def adapted_call(
+    layer: Any, arrays: list[Any], factors: LoRAFactors, adapter_ids: torch.Tensor
+) -> tuple[Operator, tuple[Any, ...]]:
+    """The operator for a layer with adapters, and its arguments."""
+    lora, dropped = layer._modules["lora"], factors.seed is not None
     options = lora.options_of.get((layer._options, dropped)) or lora.encode(layer._options, dropped)
     known = dict(zip(layer._operator.names, arrays, strict=True))
-    known |= {f"lora.{name}": one for name, one in named_fields(factors)} | {"adapter_ids": adapter_ids.reshape(-1)}
-    return call(_OPERATOR, (*[known.get(name) for name in _OPERATOR.names], options))
+    known |= {f"lora.{name}": one for name, one in named_fields(factors)} | {"adapter_ids": adapter_ids}
+    return _OPERATOR, (*[known.get(name) for name in _OPERATOR.names], options)

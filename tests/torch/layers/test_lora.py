@@ -199,6 +199,16 @@ def test_dtypes_autocast_and_programs(shared: bool) -> None:
         assert wide(x.float()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_plans_of_a_layer_have_its_adapters(training: bool) -> None:
+    layer = layer_of()
+    assert "lora" not in str(layer.explain(9, training=training))
+    layer.add_lora(LoRA(4, dropout=0.5, slots=2))
+    state, text = torch.get_rng_state(), str(layer.explain(9, training=training))
+    assert all(name in text for name in ("lora.a1", "lora.b2", "adapter_ids")) and ("d_lora.a2" in text) == training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 REFUSED = {
     "capacity": ({"capacity_factor": 1.0}, None, Unsupported, "in stages"),
     "quantised rows": ({}, "fp8_block", Unsupported, "quantised activations"),
