@@ -227,7 +227,8 @@ def test_jax(path: str, spec: MoELayerSpec) -> None:
     require_same(in_torch(MoE.from_weights(exported)), expected, "torch to nnx to torch", rounded=("grad",))
     before = {*registry.registered_keys()}
     found = in_jax(layer.parameters(), layer.spec)
-    operands, target = _planned_for(layer.spec, (T, layer.spec.d_model), None, jnp.float32, None, layer.parameters())
+    shape, dtypes = (T, layer.spec.d_model), (None, jnp.float32)
+    operands, target = _planned_for(layer.spec, shape, dtypes, None, layer.parameters(), None)
     told = itertools.chain(*layer_plans(operands, layer.spec, MAXTEXT, target, has_gradients(spec)))
     ran = {*registry.registered_keys()} - before - {plan.key for plan in told}
     assert not ran, "\n".join(registry.lookup(key).explain() for key in ran)

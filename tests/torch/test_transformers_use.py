@@ -97,8 +97,8 @@ def test_options_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_reach_both_products_of_normalised_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    multiply = experts.ops.matmul_ogs
-    monkeypatch.setattr(experts.ops, "matmul_ogs", lambda *call: seen.append(call[2]) or multiply(*call))
+    multiply = moe_torch.ops.matmul_ogs
+    monkeypatch.setattr(moe_torch.ops, "matmul_ogs", lambda *call: seen.append(call[2]) or multiply(*call))
     tuning = Tuning(TileConfig(16, 16, 16), TileConfig(32, 16, 16))
     with running_on("reference"):
         model = build("muse_spark")
