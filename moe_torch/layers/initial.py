@@ -59,7 +59,7 @@ def _draw_experts(tensor: Any, std: float) -> None:
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:
     """Give a layer on `meta` memory for this rank's experts.
 
-    expert_parallel: an ExpertParallel, or its DeviceMesh. Raises InvalidInput for others, or for another device.
+    expert_parallel: an ExpertParallel, or its DeviceMesh of one axis. Raises InvalidInput for others, or for another device.
     """
     # A layer of one process does not import torch.distributed.
     from moe_torch.layers.parallel import parallelize
@@ -71,6 +71,11 @@ def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | Non
             raise InvalidInput(
                 "expert_parallel must be a DeviceMesh of one axis or an ExpertParallel, got "
                 f"{type(parallel).__name__}; pass one, such as mesh['ep']"
+            )
+        if parallel.ndim != 1:
+            raise InvalidInput(
+                f"mesh must have one axis, got {parallel.ndim} axes {parallel.mesh_dim_names}; pass one, such as "
+                "mesh['ep'], or ExpertParallel(mesh) where they are hosts and the ranks of each"
             )
         parallel = ExpertParallel(parallel)
     target = torch.get_default_device() if device is None else torch.device(device)
