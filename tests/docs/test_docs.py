@@ -39,7 +39,7 @@ PACKAGES = {
     "torch": re.compile(r"\b(moe_)?torch\b"),
     "transformers": re.compile(r"\btransformers\b|\bpeft\b"),
     "jax": re.compile(r"\b(moe_)?jax\b"),
-    "flax": re.compile(r"\bflax\b|\bmoe_jax(\.| import )(nnx|linen)\b"),
+    "flax": re.compile(r"(\b|_)flax(\b|_)|\bmoe_jax(\.| import )(nnx|linen)\b"),
 }
 #: What takes long to import, and is imported once for all scripts that import it.
 SLOW_MODULES = ("moe_torch", "transformers", "moe_jax", "moe_jax.nnx")
