@@ -231,6 +231,26 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("fill(ids, end + expert.to(tl.int64) * BLOCK, last", "fill(ids, end, end"),
         OpFault("fill(row_of_slot, end + expert.to(tl.int64) * BLOCK, last", "fill(row_of_slot, end, end"),
     ),
+    "lora.kernels.groups": (
+        OpFault("local * (SLOTS + 1) + adapter", "local * (SLOTS + 1) + tl.minimum(adapter, 1)"),
+        OpFault("counted & (adapters != -1)", "counted"),
+        OpFault("(experts + 1) * (SLOTS + 1)", "experts * (SLOTS + 1)"),
+    ),
+    "lora.kernels.dropout": (
+        OpFault(">= THRESHOLD", "< THRESHOLD"),
+        OpFault("* 0x85EBCA77 + SALT", "* 0x85EBCA77"),
+    ),
+    "lora.kernels.factors": (
+        OpFault("adapter * NUM_EXPERTS + expert) * KEPT", "expert) * KEPT"),
+        OpFault("tl.minimum(rank, RANK)", "RANK"),
+        OpFault("group = expert * (SLOTS + 1) + 1 + adapter", "group = expert * (SLOTS + 1) + adapter"),
+        OpFault("a = (a.to(tl.float32) * weight[:, None]).to(a.dtype)", "a = a"),
+    ),
+    "lora.kernels.tail": (
+        OpFault("group = expert * (tail.SLOTS + 1) + 1 + adapter", "group = expert * (tail.SLOTS + 1) + adapter"),
+        OpFault("tail.ranks + adapter * tail.NUM_EXPERTS + expert", "tail.ranks + expert"),
+        OpFault("total = tl.where(mine[:, None], part, total)", "total = part"),
+    ),
 }
 #: By kernel file: the tests of which one must fail.
 TESTS = {
@@ -255,6 +275,7 @@ TESTS = {
     "exchange.kernels.results": "tests/torch/parallel/peer/test_experts_push.py::test_addresses_of_results",
     "exchange.kernels.take": "tests/ops/exchange/test_take.py",
     "exchange.kernels.pull": "tests/ops/exchange/test_exchange.py",
+    **{f"lora.kernels.{name}": "tests/ops/lora" for name in ("groups", "dropout", "factors", "tail")},
 }
 
 
