@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs import RouterSpec
@@ -172,7 +173,7 @@ def _where() -> str:
 class _CompiledPlayer(_Player):
     """Layers by the address of their weights, because a compiled backward runs any of them again."""
 
-    def __init__(self, layers: Sequence[LayerRouting], weights_at: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[LayerRouting], weights_at: Sequence[Any]) -> None:
         super().__init__(layers)
         self._layers, self._weights_at = layers, tuple(weights_at)
 
@@ -186,7 +187,7 @@ class _CompiledPlayer(_Player):
         return super().play(call)
 
 
-def _keep(owner: Any, name: str, layer: LayerRouting, weights_at: int) -> None:
+def _keep(owner: Any, name: str, layer: LayerRouting, weights_at: Any) -> None:
     """Let the function that a backward will run replay the layer, behind those before."""
     function = getattr(owner, name)
     kept = getattr(function, "replayed", None)
@@ -204,6 +205,18 @@ def _keep(owner: Any, name: str, layer: LayerRouting, weights_at: int) -> None:
 
     setattr(replaying, "replayed", kept)  # noqa: B010
     setattr(owner, name, replaying)
+
+
+class _WeightsAt:
+    """The address of experts' weights, equal as long as nobody freed them: autocast's copies may follow one another."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._address, self._storage = weights.data_ptr(), StorageWeakRef(weights.untyped_storage())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _WeightsAt) or self._address != other._address:
+            return False
+        return not self._storage.expired() and not other._storage.expired()
 
 
 class _Call:
@@ -231,9 +244,8 @@ class _Call:
         return self.arguments["x"].device
 
     @property
-    def weights_at(self) -> int:
-        """The address of the experts' weights, 0 if unknown."""
-        return self.arguments["experts.gate_up"].data_ptr()
+    def weights_at(self) -> _WeightsAt:
+        return _WeightsAt(self.arguments["experts.gate_up"])
 
     @property
     def brings_weights(self) -> bool:
