@@ -1,8 +1,8 @@
 """Pictures of pages: `python -m tools.pictures`, with Chromium, writes docs/figures/view-*.png, look-inside.png and
 social.png, which other sites show of a link to ours.
 
-The trace is drawn: each layer routes by a law of its own. Plans are of a layer with the sizes of Qwen3-30B-A3B. The
-last picture is of the page that docs/tutorials/look_inside.ipynb writes.
+The trace is drawn: each layer routes by a law of its own. Plans and times are of a recorded step. The last picture is
+of the page that docs/tutorials/look_inside.ipynb writes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_core.base import ArraySpec, Target
-from moe_core.layers import HUGGING_FACE, MoELayerSpec
-from moe_core.ops.moe.backward import plan_training
 from moe_core.parallel.traffic import Zipf
 from moe_core.parity.cli import main as parity
-from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
 from moe_core.trace import LayerRouting, RoutingTrace
-from moe_core.view.page import plan_page, trace_page, write_page
+from moe_core.view.page import trace_page, view_page, write_page
 from tools import brand
 from tools.browser import Page
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _FIGURES = _DOCS / "figures"
+_RESULTS = _DOCS.parent / "benchmarks" / "results"
 _SOCIAL = """<style>body{{margin:0;height:630px;display:flex;align-items:center;gap:60px;box-sizing:border-box;
 font:34px/1.4 sans-serif;color:#1f2328;background:#fff;border-bottom:16px solid #1f6feb;padding:0 80px}}p{{margin:0}}
 h1{{font-size:92px;line-height:1;margin:0 0 28px}}svg{{width:340px;flex:none}}</style>
@@ -40,15 +37,6 @@ def _trace() -> RoutingTrace:
         weights = -np.sort(-random.dirichlet(np.ones(4), 4096).astype(np.float32), axis=1)
         layers.append(LayerRouting(ids, weights, 64))
     return RoutingTrace(tuple(layers))
-
-
-def _plans() -> list:
-    T, D, F, E = 4096, 2048, 768, 128
-    experts = ExpertWeights(ArraySpec((E, 2 * F, D), "bfloat16"), ArraySpec((E, D, F), "bfloat16"))
-    routing = RouterWeights(ArraySpec((E, D), "bfloat16"))
-    spec = MoELayerSpec(D, F, E, 8).moe_spec(HUGGING_FACE)
-    plans = plan_training(MoEOperands(ArraySpec((T, D), "bfloat16"), experts, routing), spec, Target("cuda", 90, 132))
-    return [plans[0], plans[-1]]
 
 
 def _page_of_notebook() -> Path:
@@ -68,7 +56,7 @@ def main() -> None:
         page.value("document.querySelector('canvas.pick').focus()")
         page.press("ArrowRight")
         page.picture(_FIGURES / "view-routing.png", 1240)
-        write_page(path, plan_page([_plans()], ["plans.json"]))
+        write_page(path, view_page([_RESULTS / "plans-h200.json"], profile=_RESULTS / "plan-times-h200.json"))
         page.open(path, _READY)
         page.picture(_FIGURES / "view-plans.png", 900)
         pitch = (_FIGURES.parents[1] / "README.md").read_text().split("\n\n")[1]
