@@ -71,9 +71,9 @@ class Header(NamedTuple):
         size, index = self.tensor >> 1 & 0x1FFF, self.tensor >> 14 & 0x1FFF
         return (
             f"mode {self.mode}, {dtype}, rows {rows}, on_overflow {overflow}, {pass_}, chunks "
-            f"{bits >> 6 & 63}, format, hosts and experts {bits >> 12:#x}, receive {receive}, {self.tokens} tokens, "
-            f"top_k {top_k}, d_model {self.d_model}, tensor of {size} ranks, tokens {tokens}, rank "
-            f"{index} of the other axis, placement {self.placement:#x} version {self.version}, "
+            f"{bits >> 6 & 63}, format, hosts, transport and experts {bits >> 12:#x}, receive {receive}, "
+            f"{self.tokens} tokens, top_k {top_k}, d_model {self.d_model}, tensor of {size} ranks, tokens {tokens}, "
+            f"rank {index} of the other axis, placement {self.placement:#x} version {self.version}, "
             f"{self.describe_call()}"
         )
 
@@ -105,9 +105,9 @@ def header_of(
     tensor: TensorSplit,
 ) -> Header:
     """Return the header of a call; arguments as for `plan_exchange`."""
-    # A spec with hosts has no format.
-    rest = f"{spec.hosts} hosts" if spec.format is None else codec.dumps(spec.format)
-    format_digest = 0 if rest == "1 hosts" else zlib.crc32(rest.encode()) & _DIGEST
+    # A spec with hosts or another transport has no format.
+    rest = f"{spec.hosts} hosts, {spec.transport}" if spec.format is None else codec.dumps(spec.format)
+    format_digest = 0 if rest == "1 hosts, framework" else zlib.crc32(rest.encode()) & _DIGEST
     flags = spec.rows == "slots", spec.on_overflow == "drop", training, spec.on_overflow == "nan"
     options = MODES.index(spec.mode) | MATMUL_DTYPES.index(dtype) << 2
     options |= sum(flag << 4 + bit for bit, flag in enumerate(flags))

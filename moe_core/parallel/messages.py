@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from moe_core.base import dtypes, plan_type
 from moe_core.formats import QuantizedSpec, quantized_shapes
+from moe_core.parallel.bounds import runs_in_lanes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit
 
@@ -14,7 +15,8 @@ from moe_core.parallel.tensor import TensorSplit
 @plan_type
 @dataclass(frozen=True)
 class Collective:
-    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, or `push` (stores to peers).
+    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, `push` (stores to peers), or
+    `dispatch` and `combine` of DeepEP.
     rows, bytes: the most that the rank sends, its own part included. axis: `experts`, `tensor`, `between hosts` or
     `inside a host`.
     """
@@ -39,6 +41,39 @@ class ExchangeBuffer:
     name: str
     bytes: int
     symmetric: bool
+
+
+def deep_ep_unit(ranks: int) -> int:
+    """Bytes that a row of DeepEP must be a multiple of: more beyond a node of 8."""
+    return 32 if ranks <= 8 else 512
+
+
+class DeepEPMessages(NamedTuple):
+    """Messages through a buffer of DeepEP. rows: that a rank sends. results: of experts. width: ids of a row."""
+
+    rows: int
+    results: int
+    width: int
+    ranks: int
+    dtype: str
+    row_bytes: int
+
+    def forward(self, header: int) -> tuple[Collective, ...]:
+        routing = self.rows * (deep_ep_unit(self.ranks) + 12 * self.width)
+        return (
+            Collective("all_gather", "header", "int32", 1, 4 * header),
+            Collective("dispatch", "numbers, ids and weights", "int32", self.rows, routing),
+            *self._both("rows", "results", 0),
+        )
+
+    def backward(self) -> tuple[Collective, ...]:
+        return self._both("d_output", "d_x and d_weights", 4 * self.width)
+
+    def _both(self, out: str, home: str, more: int) -> tuple[Collective, ...]:
+        return (
+            Collective("dispatch", out, self.dtype, self.rows, self.rows * self.row_bytes),
+            Collective("combine", home, self.dtype, self.results, self.results * (self.row_bytes + more)),
+        )
 
 
 class TensorMessages(NamedTuple):
@@ -154,3 +189,32 @@ def quantized_bytes(spec: ExchangeSpec, d_model: int) -> list[tuple[str, str, in
     shapes = quantized_shapes(QuantizedSpec(format), (1, d_model))
     dtypes_of = {"values": format.own_element.dtype, "scales": format.scale_dtypes[0]}
     return [(name, dtype, getattr(shapes, name)[-1] * dtypes.itemsize(dtype)) for name, dtype in dtypes_of.items()]
+
+
+def peak_of(spec: ExchangeSpec, training: bool, buffers: tuple[ExchangeBuffer, ...], output: int, scratch: int) -> int:
+    """Return the most bytes that buffers and the output take at once, see `ExchangePlan.peak`."""
+    size = {buffer.name: buffer.bytes for buffer in buffers}
+    received, results = size["received rows"], size.get("results", 0)
+    symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
+    returned = size.get("rows by slot", 0 if symmetric else received)
+    kept = returned if training else 0
+    gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
+    ends = parts + size.get("returned parts", 0) + output + kept
+    if spec.mode == "peer":
+        # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
+        scratch *= 1 + runs_in_lanes(spec)
+        behind = parts or output
+        if spec.chunks > 1:
+            # The output is allocated first, since each chunk writes to it.
+            gathered, behind = gathered + behind, 0
+        held = gathered + max(returned, results + returned + scratch, results + kept + behind)
+        return symmetric + max(held, ends)
+    routing = size["received ids"] + size["received weights"]
+    # Rows that are sent weigh less than what comes back for them.
+    passed, passed_back = size.get("rows at a gateway", 0), size.get("results at a gateway", 0)
+    return routing + max(
+        passed + gathered + received + size.get("rows by slot", 0),
+        returned + results + scratch,
+        results + passed_back + size["returned results"] + (parts or output) + kept,
+        ends,
+    )

@@ -12,7 +12,15 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel import bounds as limits
 from moe_core.parallel.header import MOST_TOP_K, Header, header_of
-from moe_core.parallel.messages import Collective, ExchangeBuffer, HostMessages, TensorMessages, quantized_bytes
+from moe_core.parallel.messages import (
+    Collective,
+    DeepEPMessages,
+    ExchangeBuffer,
+    HostMessages,
+    TensorMessages,
+    peak_of,
+    quantized_bytes,
+)
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, ranks_of_host, refuse_chunks, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
@@ -118,9 +126,10 @@ class ExchangePlan:
         received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
         and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays.
         """
-        if received is None or returned is None:
-            return _peak(self, self.buffers, scratch)
-        return _peak(self, self.buffers_of(received, returned), scratch)
+        buffers = self.buffers
+        if received is not None and returned is not None:
+            buffers = self.buffers_of(received, returned)
+        return peak_of(self.spec, self.training, buffers, self.tokens * _Planner(self).row_bytes, scratch)
 
     def explain(self) -> str:
         """Return everything as text."""
@@ -203,7 +212,11 @@ def plan_exchange(
         forward=planner.forward() if over is None else over.forward(planner.forward()),
         backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
-        host_reads=3 if spec.hosts > 1 else int(spec.mode == "all_to_all") * (1 if over is None else 2),
+        host_reads=3
+        if spec.hosts > 1
+        else 2
+        if spec.other
+        else int(spec.mode == "all_to_all") * (1 if over is None else 2),
         why_not_exact=why_not_exact(spec, tensor.size),
         expected_experts=placement.num_experts,
     ).of_group(placement.num_ranks * draft.brought)
@@ -232,6 +245,11 @@ class _Planner:
         return HostMessages(hosts, local, *sizes, self.plan.dtype, self.row_bytes, len(Header._fields))
 
     @property
+    def _deep_ep(self) -> DeepEPMessages:
+        sizes = self.sent, self.given, self.width, self.ranks
+        return DeepEPMessages(*sizes, self.plan.dtype, self.row_bytes)
+
+    @property
     def sent(self) -> int:
         if self.spec.mode == "all_gather":
             return self.tokens
@@ -242,6 +260,8 @@ class _Planner:
     @property
     def returned(self) -> int:
         """The most results at home."""
+        if self._sums_at_owner:
+            return self.tokens
         if self.bounds.back is not None:
             return self.ranks * self.bounds.back
         return self.tokens * self.top_k
@@ -267,12 +287,20 @@ class _Planner:
         if self.plan.direct:
             return self.ranks * self.tokens * self.top_k
         received = limits.rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
+        if self._sums_at_owner:
+            return received
         return limits.slots_received(self.spec, received, self.top_k, self.plan.placement)
+
+    @property
+    def _sums_at_owner(self) -> bool:
+        return self.spec.other and self.spec.rows == "tokens"
 
     def forward(self) -> tuple[Collective, ...]:
         mode, header = self.spec.mode, len(Header._fields)
         if self.spec.hosts > 1:
             return self._over_hosts.forward()
+        if self.spec.other:
+            return self._deep_ep.forward(header)
         if mode == "peer":
             return tuple(self._between_barriers()) * self.spec.chunks
         # Ids travel with the bits of weights. For counted rows of slots, weights travel without ids.
@@ -318,6 +346,8 @@ class _Planner:
     def backward(self) -> tuple[Collective, ...]:
         if self.spec.hosts > 1:
             return self._over_hosts.backward()
+        if self.spec.other:
+            return self._deep_ep.backward()
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
@@ -337,7 +367,7 @@ class _Planner:
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
         buffers = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        by_slot = self.spec.rows == "tokens" and not self.plan.direct
+        by_slot = self.spec.other or (self.spec.rows == "tokens" and not self.plan.direct)
         if self.plan.direct:
             numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
             buffers.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
@@ -364,31 +394,3 @@ class _Planner:
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()
         sets = {True: symmetric_sets, False: min(symmetric_sets, 2)}
         return (*(dataclasses.replace(one, bytes=sets[one.symmetric] * one.bytes) for one in buffers), *over)
-
-
-def _peak(plan: ExchangePlan, buffers: tuple[ExchangeBuffer, ...], scratch: int) -> int:
-    size = {buffer.name: buffer.bytes for buffer in buffers}
-    received, results, output = size["received rows"], size.get("results", 0), plan.tokens * _Planner(plan).row_bytes
-    symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
-    returned = size.get("rows by slot", 0 if symmetric else received)
-    kept = returned if plan.training else 0
-    gathered, parts = size.get("gathered rows", 0), size.get("parts", 0)
-    ends = parts + size.get("returned parts", 0) + output + kept
-    if plan.spec.mode == "peer":
-        # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
-        scratch *= 1 + limits.runs_in_lanes(plan.spec)
-        behind = parts or output
-        if plan.spec.chunks > 1:
-            # The output is allocated first, since each chunk writes to it.
-            gathered, behind = gathered + behind, 0
-        held = gathered + max(returned, results + returned + scratch, results + kept + behind)
-        return symmetric + max(held, ends)
-    routing = size["received ids"] + size["received weights"]
-    # Rows that are sent weigh less than what comes back for them.
-    passed, passed_back = size.get("rows at a gateway", 0), size.get("results at a gateway", 0)
-    return routing + max(
-        passed + gathered + received + size.get("rows by slot", 0),
-        returned + results + scratch,
-        results + passed_back + size["returned results"] + (parts or output) + kept,
-        ends,
-    )

@@ -9,6 +9,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 
 MODES = ("all_gather", "all_to_all", "padded", "peer")
+TRANSPORTS = ("framework", "deep_ep")
 #: Six bits of the header.
 _MOST_CHUNKS = 64
 
@@ -31,6 +32,9 @@ class ExchangeSpec:
             gradients.
         hosts: of consecutive ranks. A token then crosses to a host once, and a rank there passes it on; results come
             home as rows of slots on the same way. Needs `all_to_all` of tokens without a bound. 1: one level.
+        transport: `framework`: collectives of torch or XLA, and with `peer` symmetric memory. `deep_ep`: the buffer of
+            `ExpertParallel`, in torch. Needs `all_to_all` without a bound. Rows of `tokens` are added up on each rank,
+            in bf16. With `slots` the bits are one device's.
 
     Raises:
         InvalidInput: options that contradict each other.
@@ -43,6 +47,7 @@ class ExchangeSpec:
     format: Format | None = None
     chunks: int = 1
     hosts: int = 1
+    transport: str = "framework"
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -60,12 +65,30 @@ class ExchangeSpec:
                 f"{self.hosts} with mode={self.mode!r}, rows={self.rows!r}, receive={self.receive}, "
                 f"format={self.format}, chunks={self.chunks}; pass hosts=1 or leave these out"
             )
+        require_choice("transport", self.transport, TRANSPORTS)
+        plain = ("all_to_all", None, None, 1, 1)
+        if self.other and (self.mode, self.receive, self.format, self.chunks, self.hosts) != plain:
+            raise InvalidInput(
+                f"transport must be 'framework' unless mode='all_to_all' moves rows without receive, format, chunks "
+                f"and hosts, got {self.transport!r} with mode={self.mode!r}, receive={self.receive}, "
+                f"format={self.format}, chunks={self.chunks}, hosts={self.hosts}; leave these out"
+            )
         if self.rows == "slots" and self.mode == "all_gather":
             raise InvalidInput("rows must be 'tokens' with mode='all_gather', got 'slots'; leave it out")
         if self.receive is not None and self.mode == "all_gather":
             raise InvalidInput(
                 f"receive must be None with mode='all_gather', which takes all tokens, got {self.receive}; leave it out"
             )
+
+    @property
+    def other(self) -> bool:
+        """The transport is not the framework's."""
+        return self.transport != "framework"
+
+    @property
+    def compares_first(self) -> bool:
+        """Ranks compare headers in a message of their own, ahead of counts."""
+        return self.hosts > 1 or self.other
 
 
 def ranks_of_host(spec: ExchangeSpec, num_ranks: int) -> int:
@@ -97,4 +120,6 @@ def why_not_exact(spec: ExchangeSpec, slices: int) -> tuple[str, ...]:
         reasons.append(f"format={spec.format}: rows are rounded before they travel")
     if spec.receive is not None and spec.on_overflow == "drop":
         reasons.append(f"receive={spec.receive}: rows beyond it are dropped")
+    if spec.other and spec.rows == "tokens":
+        reasons.append(f"transport={spec.transport!r}: each rank adds up a token's rows in bf16; pass rows='slots'")
     return tuple(reasons)

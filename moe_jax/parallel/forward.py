@@ -106,6 +106,8 @@ def group_of(
         raise InvalidInput(
             f"exchange.hosts must be those of axis_name, got {exchange.hosts} with {axis_name!r}; leave it out"
         )
+    if exchange.other:
+        raise Unsupported(f"exchange.transport must be 'framework' in JAX, got {exchange.transport!r}; leave it out")
     if hosts > 1 and tensor_axis is not None:
         raise Unsupported(f"tensor_axis must be None beside hosts, got {tensor_axis!r}; pass one axis_name")
     axis: Any = names if hosts > 1 else axis_name

@@ -12,6 +12,7 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import flat_mesh
+from moe_torch.parallel.deep_ep import require_buffer
 from moe_torch.parallel.group import Ranks, levels_of, ranks_of
 from moe_torch.parallel.peer.interface import require_peer_format
 from moe_torch.parallel.rollcall import register
@@ -35,10 +36,11 @@ class ExpertParallel:
             `replicated`: they have the same tokens, and all get the results.
         gradients: of experts. `sum`: over all ranks' tokens. `mean`: divided by their number of ranks, for other
             gradients that are averaged over ranks, as FSDP and DistributedDataParallel do.
+        buffer: a `deep_ep.ElasticBuffer` or `deep_ep.Buffer` of the ranks, with `ExchangeSpec(transport="deep_ep")`.
 
     Raises:
         InvalidInput: a mesh of several axes, axes that overlap, wrong numbers, mode `peer` without max_tokens.
-        Unsupported: a format and chunks with other modes.
+        Unsupported: a format and chunks with other modes, a tensor axis with a buffer.
     """
 
     mesh: Any
@@ -48,6 +50,7 @@ class ExpertParallel:
     timeout: float | None = None
     tensor_tokens: str = "split"
     gradients: str = "sum"
+    buffer: Any = None
 
     def __post_init__(self) -> None:
         require_instance("exchange", self.exchange, ExchangeSpec)
@@ -63,6 +66,15 @@ class ExpertParallel:
             )
         for axis in (self.mesh, *(levels or ())):
             register(ranks_of(axis, None, "").group)
+        if (self.buffer is not None) != self.exchange.other:
+            raise InvalidInput(
+                f"buffer must be passed with exchange.transport='deep_ep' alone, got {type(self.buffer).__name__} with "
+                f"{self.exchange.transport!r}; pass both or none"
+            )
+        if self.buffer is not None:
+            require_buffer(self.buffer, ranks_of(self.mesh, None, ""))
+            if self.tensor is not None:
+                raise Unsupported("tensor must be None with a buffer of DeepEP; leave out one of the two")
         if self.max_tokens is not None:
             set_integer(self, "max_tokens", 1)
         if self.timeout is not None and finite_float("timeout", self.timeout) <= 0:

@@ -163,7 +163,9 @@ class Exchange:
                 self.moving.require_usable(asked)
             plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest)
             brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
-            call = ExchangeCall(self.ranks, plan, self.moving, self.calls.layer, self.calls.number, self.levels)
+            call = ExchangeCall(
+                self.ranks, plan, self.moving, self.calls.layer, self.calls.number, self.levels, self.parallel.buffer
+            )
             if tensor is not None:
                 brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)

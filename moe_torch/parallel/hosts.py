@@ -17,8 +17,9 @@ from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement, plan_exchan
 from moe_core.parallel.exchange import levels_of
 from moe_core.parallel.header import Header, compare_headers
 from moe_torch.parallel import exchange
+from moe_torch.parallel.deep_ep import BufferPlanner
 from moe_torch.parallel.group import Arriving, Ranks
-from moe_torch.parallel.route import ExchangeCall
+from moe_torch.parallel.route import ExchangeCall, Planner
 from moe_torch.parallel.routes import Blocks, CollectiveRoutes, Counted, take_slots
 from moe_torch.parallel.tensor import counts_of
 
@@ -127,10 +128,13 @@ class HostPlanner:
 
 def plan_routes(
     call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None = None
-) -> Counted | Blocks | HostPlanner:
-    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`. `start` sends the first message.
+) -> Planner:
+    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`; not for mode `peer`.
 
     token_mask bool `[T]`: False tokens have no slots. Raises InvalidInput, Unsupported.
     """
-    kind = Counted if call.plan.spec.mode == "all_to_all" else Blocks
-    return (kind if call.levels is None else HostPlanner)(call, ids, weights, token_mask)
+    if call.buffer is not None:
+        return BufferPlanner(call, ids, weights, token_mask)
+    if call.levels is not None:
+        return HostPlanner(call, ids, weights, token_mask)
+    return (Counted if call.plan.spec.mode == "all_to_all" else Blocks)(call, ids, weights, token_mask)

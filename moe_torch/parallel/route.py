@@ -16,7 +16,8 @@ from moe_torch.parallel.moving import MovingPlacement
 
 class ExchangeCall(NamedTuple):
     """What every step of a call needs. moving: the placement at the time of a replay, if it may change. layer, number:
-    see `Header.of_call`. levels: ranks between hosts, and inside this one. None: one level."""
+    see `Header.of_call`. levels: ranks between hosts, and inside this one. None: one level. buffer: of another
+    transport."""
 
     ranks: Ranks
     plan: ExchangePlan
@@ -24,6 +25,7 @@ class ExchangeCall(NamedTuple):
     layer: int = 0
     number: int = 0
     levels: tuple[Ranks, Ranks] | None = None
+    buffer: Any = None
 
     def header(self, device: torch.device, plain: Header | None = None) -> torch.Tensor:
         """int32 `[8]` on the device, of the plan or a plain one with the call."""
@@ -95,6 +97,26 @@ class Routes(Protocol):
 
         stored: experts have stored the rows at home.
         """
+        ...
+
+
+class PlannedRoutes(Routes, Protocol):
+    """Routes that have counted this rank's slots: tokens_per_expert int32 `[E]`, invalid_ids int32 `[1]`."""
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor: ...
+    @property
+    def invalid_ids(self) -> torch.Tensor: ...
+
+
+class Planner(Protocol):
+    """A transport's plan of a call, from `(call, ids int32 [T, K], weights fp32 [T, K], token_mask bool [T])`.
+
+    Making it sends nothing and raises what only this rank knows.
+    """
+
+    def start(self) -> Callable[[], PlannedRoutes]:
+        """Send the first message. The result waits and returns the routes. Raises as `compare_headers`."""
         ...
 
 

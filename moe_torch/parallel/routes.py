@@ -126,7 +126,7 @@ def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
     """Send a header of zeros, so that no peer waits for a failed rank."""
     counts = 0
-    if device.type != "cpu" and spec.hosts == 1:
+    if device.type != "cpu" and not spec.compares_first:
         # Others send these with it.
         counts = counts_sent(spec, placement)
         if placement.has_replicas:
@@ -204,14 +204,14 @@ class _Planner:
             home,
             ids,
             weights,
-            _layout(self.num_tokens, self.top_k, returned, tables.row_of_slot),
+            one_group(self.num_tokens, self.top_k, returned, tables.row_of_slot),
             tokens_per_expert=tables.tokens_per_expert,
             invalid_ids=tables.invalid_ids,
             **counted,
         )
 
 
-def _layout(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
+def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
     """One group for `reduce`, rows in any order."""
     # The batched form may have more rows than slots.
     sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}

@@ -33,7 +33,8 @@ from moe_torch.parallel.routes import require_room
 class Arrived:
     """Rows of slots at their experts.
 
-    rows `[R, D]`. ids int32 `[R, 1]`: places on this rank, -1 for rows that hold anything. weights fp32 `[R, 1]`.
+    rows `[R, D]`. ids int32 `[R, 1]`: places on this rank, -1 for rows that hold anything. weights fp32 `[R, 1]`. Both
+    are `[R, K]` where DeepEP moves tokens.
     overflow int32 `[1]`: rows of all ranks beyond a bound.
     """
 
@@ -47,7 +48,7 @@ class Arrived:
     def spec(self, spec: MoESpec) -> MoESpec:
         """Options of `moe_torch.moe` on these rows, with the order of sums of one device."""
         expected = None if spec.tuning is None else spec.tuning.expected_tokens
-        tokens = (expected or self._routes.group_tokens) * self._top_k
+        tokens = (expected or self._routes.group_tokens) * self._top_k // self.ids.shape[1]
         return owner_spec(spec, tokens, self._routes.call.plan.placement)
 
 
@@ -137,7 +138,7 @@ def dispatch(
         ids, weights = as_int32(ids), as_float32(weights)
         plan = plan_of(parallel, placement, x, ids.shape[1], training=asks_gradients((x, weights)))
         where = f"micro-batch {number}" if number else ""
-        call = ExchangeCall(parallel.ranks(where), plan, None, 0, number, parallel.levels(where))
+        call = ExchangeCall(parallel.ranks(where), plan, None, 0, number, parallel.levels(where), parallel.buffer)
         if placement.num_ranks != call.ranks.size:
             raise InvalidInput(
                 f"placement must be of the {call.ranks.size} ranks of the mesh, got {placement}; make it for them"

@@ -43,11 +43,11 @@ def headers(*changes: dict[str, Any]) -> np.ndarray:
         ({"spec": ExchangeSpec("padded", chunks=63)}, "another options on rank 2: .* chunks 63, .* chunks 1"),
         (
             {"spec": ExchangeSpec("padded", format=format_named("fp8_group"))},
-            "another options on rank 2: .* format, hosts and experts 0x",
+            "another options on rank 2: .* format, hosts, transport and experts 0x",
         ),
         (
             {"experts": 5},
-            "another options on rank 2: .* format, hosts and experts 0x5, .* format, hosts and experts 0x0",
+            "another options on rank 2: .* transport and experts 0x5, .* transport and experts 0x0",
         ),
         ({"spec": ExchangeSpec("padded", receive=9)}, "another receive on rank 2: .* receive 9, .* receive the worst"),
         ({"spec": ExchangeSpec()}, "another options and tokens on rank 2: rank 2 has mode all_to_all"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats.fp8 import FP8_GROUP
 from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import FusedMoEActivationFormat
+from moe_core.parallel.messages import deep_ep_unit
 from moe_torch import ops
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.parallel.exchange import Halves, InHalves, require_lone_rows
@@ -22,9 +22,7 @@ from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-
-#: Ranks of a node. Beyond it, messages have 512 bytes.
-_NODE = 8
+from moe_torch.parallel.deep_ep import ids_dtype
 
 
 class _Sent(NamedTuple):
@@ -73,8 +71,8 @@ class _OnBuffer(InHalves):
         return self.ranks
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """`deep_ep.topk_idx_t`, int64 unless the package was built otherwise."""
-        return getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
+        """See `ids_dtype`."""
+        return ids_dtype()
 
     @taking(PrepareCall)
     def prepare_async(self, call: PrepareCall) -> Halves:
@@ -176,7 +174,7 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
                 f"rank_expert_offset must be {first}, the first of rank {self.buffer.rank}, got "
                 f"{self.rank_expert_offset}; leave it out"
             )
-        unit = (32 if self.ranks <= _NODE else 512) // (1 if self.use_fp8_dispatch else 2)
+        unit = deep_ep_unit(self.ranks) // (1 if self.use_fp8_dispatch else 2)
         _require_columns(x, f"a multiple of {unit}", x.shape[1] % unit == 0)
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:

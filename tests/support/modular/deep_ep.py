@@ -42,6 +42,12 @@ def _later(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
     return finish
 
 
+def _event(finish: Callable[[], None], waits: bool) -> Event:
+    if not waits:
+        finish()
+    return Event(finish if waits else None)
+
+
 class Buffer:
     def __init__(
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False
@@ -102,7 +108,14 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
-        assert handle is None and num_tokens_per_rank is not None and num_tokens_per_rdma_rank is None
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            assert x.dim() == 2 and x.is_contiguous() and x.dtype == torch.bfloat16 and len(x) == len(handle[1])
+            theirs, place = self._everybody(x), x.new_empty(len(handle[0]), x.shape[1])
+            rows = [theirs[rank][token] for rank, token in handle[0]]
+            finish = _later((place, torch.stack(rows) if rows else place.clone()))
+            return place, None, None, None, None, _event(finish, async_finish)
+        assert num_tokens_per_rank is not None and num_tokens_per_rdma_rank is None
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
         assert topk_idx is not None and topk_weights is not None
         rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -133,13 +146,11 @@ class Buffer:
         counts = -(-counts // expert_alignment) * expert_alignment
         places = [torch.empty_like(array) for array in (values, ids, weights)]
         finish = _later(*zip(places, (values, ids, weights), strict=True))
-        if not async_finish:
-            finish()
         recv_x: Any = places[0].view(rows.dtype)
         if found_scales is not None:
             recv_x = (recv_x, found_scales)
         handle = (source, is_token_in_rank)
-        return recv_x, places[1], places[2], counts.tolist(), handle, Event(finish if async_finish else None)
+        return recv_x, places[1], places[2], counts.tolist(), handle, _event(finish, async_finish)
 
     def combine(
         self,
@@ -154,16 +165,21 @@ class Buffer:
     ) -> Any:
         source, in_rank = handle
         assert x.dim() == 2 and x.is_contiguous() and x.dtype == torch.bfloat16 and len(x) == len(source)
-        total = torch.zeros(len(in_rank), x.shape[1])
-        for rows, tokens in self._everybody((x, source)):
-            for row, (rank, token) in zip(rows, tokens, strict=True):
-                if rank == self.rank:
-                    total[token] += row.float()
-        found = torch.empty(total.shape, dtype=x.dtype)
-        finish = _later((found, total.to(x.dtype)))
-        if not async_finish:
-            finish()
-        return found, None, Event(finish if async_finish else None)
+        if topk_weights is not None:
+            assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous() and len(topk_weights) == len(x)
+        totals = [None if one is None else torch.zeros(len(in_rank), one.shape[1]) for one in (x, topk_weights)]
+        for *arrays, tokens in self._everybody((x, topk_weights, source)):
+            for total, rows in zip(totals, arrays, strict=True):
+                for row, (rank, token) in zip(rows if total is not None else (), tokens, strict=total is not None):
+                    if total is not None and rank == self.rank:
+                        total[token] += row.float()
+        pairs = [
+            (torch.empty_like(one, dtype=dtype), one.to(dtype))
+            for one, dtype in zip(totals, (x.dtype, torch.float32), strict=True)
+            if one is not None
+        ]
+        found = [place for place, _ in pairs]
+        return found[0], found[1] if len(found) > 1 else None, _event(_later(*pairs), async_finish)
 
     def low_latency_dispatch(
         self,
@@ -243,3 +259,50 @@ class Buffer:
         if not return_recv_hook:
             finish()
         return found, Event(None), finish if return_recv_hook else None
+
+
+class ElasticBuffer:
+    """DeepEP 2: rows arrive in any order, another one in each first dispatch."""
+
+    def __init__(self, group: Any, num_max_tokens_per_rank: int) -> None:
+        self._older, self.num_max_tokens_per_rank, self._number = Buffer(group), num_max_tokens_per_rank, 0
+        self.rank_idx, self.num_ranks = self._older.rank, self._older.group_size
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        async_with_compute_stream: bool = False,
+        handle: Any = None,
+    ) -> Any:
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            came, *_, event = self._older.dispatch(x, handle, async_finish=async_with_compute_stream)
+            return came, None, None, handle, event
+        assert topk_idx is not None and num_experts is not None and len(x) <= self.num_max_tokens_per_rank
+        per_rank, _, per_expert, in_rank, _ = self._older.get_dispatch_layout(topk_idx, num_experts)
+        came, ids, weights, _, (source, in_rank), _ = self._older.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
+        self._number += 1
+        order = torch.randperm(len(came), generator=torch.Generator().manual_seed(self._number))
+        places = [torch.empty_like(array) for array in (came, ids, weights)]
+        finish = _later(*((place, array[order]) for place, array in zip(places, (came, ids, weights), strict=True)))
+        handle = ([source[row] for row in order.tolist()], in_rank)
+        return *places, handle, _event(finish, async_with_compute_stream)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None = None,
+        async_with_compute_stream: bool = False,
+    ) -> Any:
+        return self._older.combine(x, handle, topk_weights, async_finish=async_with_compute_stream)

@@ -21,6 +21,7 @@ from moe_core.parallel.placement import gather_experts
 from moe_core.specs.operands import map_arrays, named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
+from tests.support.modular.deep_ep import Buffer, ElasticBuffer
 from tests.support.parallel.peer import (
     CHUNK_FAULTS,
     DIRECT_FAULTS,
@@ -41,7 +42,12 @@ _SUMMED = ("d_routing.weight", "d_routing.bias", "d_shared.")
 def parallel_of(group: Any, way: ExchangeSpec, problem: Problem) -> ExpertParallel:
     """Of a call; where memory is made ahead, for more tokens than any rank has."""
     mesh = group if way.hosts == 1 else mesh_of_hosts(way.hosts)
-    return ExpertParallel(mesh, way, max(problem.tokens) + 1 if way.mode == "peer" else None)
+    buffer = None
+    if way.other:
+        # In turn the newest generation and the one before.
+        most = max(problem.tokens) * 8 + 1
+        buffer = ElasticBuffer(group, most) if sum(problem.tokens) % 2 else Buffer(group)
+    return ExpertParallel(mesh, way, max(problem.tokens) + 1 if way.mode == "peer" else None, buffer=buffer)
 
 
 @functools.cache
