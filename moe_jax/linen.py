@@ -50,7 +50,7 @@ from moe_core.layers import MAXTEXT, LayerCost, layer_cost
 from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
-from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description
+from moe_jax.layers import DEFAULT_KERNEL_INIT, Initializer, Leaf, description, qwix
 from moe_jax.layers import lora as slots
 from moe_jax.layers.description import *  # noqa: F403 - its `__all__`
 from moe_jax.ops import Array
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
         if not self.is_initializing():
             options |= self._on_mesh(x.shape, every)
-        options["adapters"] = self._adapters(adapter_ids)
+        options["adapters"] = self._adapters(adapter_ids, rule)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:
             layers.require_rules(leaf, self.logical_axes, nn.get_logical_axis_rules())
@@ -195,14 +195,26 @@ class MoE(nn.Module):
         return result[0] if sows and not return_aux else result
 
     @nn.nowrap
-    def _adapters(self, ids: Any) -> layers.Adapters | None:
-        lora = self.lora
-        if lora is None:
+    def _adapters(self, ids: Any, rule: Any) -> layers.Adapters | None:
+        lora, spec = self.lora, self.spec
+        if lora is not None:
+            qwix.require_same_lora(lora, rule)
+        elif (lora := qwix.lora_of_rule(rule)) is None:
             return slots.adapters_of(None, None, ids, None)
+        else:
+            slots.require_lora(lora, spec, self.num_layers)
         made: dict[str, Any] = {}
+        names = (*lora.shapes(spec), *slots.LORA_STATE)
         if self.is_initializing():
-            made = slots.initial_adapters(lora, self.spec, self.make_rng("params"), self.param_dtype)
-        names = (*lora.shapes(self.spec), *slots.LORA_STATE)
+            made = slots.initial_adapters(lora, spec, self.make_rng("params"), self.param_dtype)
+            if qwix.lora_of_rule(rule) is not None:
+                factors = qwix.factors_of_rule(rule, spec, lambda: self.make_rng("params"), self.param_dtype)
+                made = slots.load_adapter(made, lora, spec, 0, factors)
+        elif missing := [name for name in names if not self.has_variable(_lora_collection(name), name)]:
+            raise InvalidInput(
+                f"variables must hold the collections {LORA} and {LORA_STATE} of the layer's adapters, got none of "
+                f"{', '.join(missing)}; make them by init, or add those of `layer.init_lora(key)`"
+            )
         arrays = {
             name: self.variable(_lora_collection(name), name, lambda name=name: made[name]).value for name in names
         }

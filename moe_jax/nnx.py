@@ -211,6 +211,7 @@ class MoE(AdaptedLayer):
         is_trained = scheme is not None and layers.is_training(rule)
         if scheme is not None and not is_trained:
             self.quantize_experts(scheme)
+        self._follow(rule)
         parameters = self.parameters()
         if scheme is not None and is_trained:
             parameters = layers.fake_quantized(parameters, self.spec, scheme)
@@ -288,7 +289,8 @@ class MoE(AdaptedLayer):
         """Make `wi_0`, `wi_1` and `wo` `QuantizedArray`s. See `moe_jax.layers.quantize_experts`.
 
         `qwix.quantize_model(model, qwix.PtqProvider(rules), x)` does this to layers that a rule names. A
-        `qwix.QtProvider` instead trains plain matrices through the values that they would have.
+        `qwix.QtProvider` instead trains plain matrices through the values that they would have. A `qwix.LoraProvider`
+        adds adapters, as `add_lora` does.
         """
         parameters, spec = layers.quantize_experts(self.parameters(), self.spec, scheme, self.num_layers)
         for leaf in self._leaves():

@@ -13,17 +13,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from moe_core.errors import Unsupported
 from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.specs import Activation, RouterSpec
 from moe_jax import layers
 from moe_jax.nnx import nnx
 from moe_jax.ops import Array
+from moe_jax.variables import AdaptedLayer
 
 
-class MoELayer(nnx.Module):
+class MoELayer(AdaptedLayer):
     """Routed experts of a Tunix `ModelConfig`, y `[B, T, D]` of x `[B, T, D]`. No token is dropped.
 
-    With the same `rngs` the first parameters equal Tunix's. `config.shd_config` names the mesh axes of experts.
+    With the same `rngs` the first parameters equal Tunix's. `config.shd_config` names the mesh axes of experts. Rules
+    of `qwix.LoraProvider` and `QtProvider` for its path hold for the experts.
     """
 
     gate_proj: nnx.Param
@@ -31,8 +34,12 @@ class MoELayer(nnx.Module):
     down_proj: nnx.Param
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        self.shd_config, self.dtype = config.shd_config, config.dtype
+        self.shd_config, self.dtype, self.param_dtype = config.shd_config, config.dtype, config.param_dtype
         self.num_experts, self.experts_per_tok = config.num_experts, config.num_experts_per_tok
+        self.deterministic, self.num_layers, experts = False, None, ExpertsSpec(Activation("silu"))
+        self.spec = MoELayerSpec(
+            config.embed_dim, config.hidden_dim, self.num_experts, self.experts_per_tok, _ROUTER, experts
+        )
         self.router = nnx.Linear(
             config.embed_dim, config.num_experts, use_bias=False, rngs=rngs, dtype=config.dtype,
             param_dtype=config.param_dtype,
@@ -49,15 +56,22 @@ class MoELayer(nnx.Module):
     def __call__(self, x: Array, use_megablox: bool = True) -> jax.Array:
         """use_megablox: without effect."""
         del use_megablox
-        experts = ExpertsSpec(Activation("silu"))
-        width = self.gate_proj.get_value().shape[-1]
-        spec = MoELayerSpec(x.shape[-1], width, self.num_experts, self.experts_per_tok, _ROUTER, experts)
         names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
         parameters: dict[str, Any] = {ours: getattr(self, theirs).get_value() for ours, theirs in names.items()}
         parameters["gate"] = {"kernel": self.router.kernel.get_value()}
         edf, efd = P(*self.shd_config.exp_weight_edf), P(*self.shd_config.exp_weight_efd)
         specs = {"gate": {"kernel": P()}, "wi_0": edf, "wi_1": edf, "wo": efd}
-        return layers.forward(parameters, x, spec, dtype=self.dtype, parameter_specs=specs)
+        rule = layers.current_rule()
+        if (scheme := None if rule is None else layers.scheme_of_rule(rule)) is not None:
+            if not layers.is_training(rule):
+                raise Unsupported(
+                    f"Qwix cannot quantise the parameters of Tunix's MoELayer, got {scheme}; use moe_jax.nnx.MoE, or "
+                    "give the rule a module_path that leaves this layer out"
+                )
+            parameters = layers.fake_quantized(parameters, self.spec, scheme)
+        self._follow(rule)
+        options = {"dtype": self.dtype, "parameter_specs": specs, "adapters": self._adapters(None)}
+        return layers.forward(parameters, x, self.spec, **options)
 
 
 _ROUTER = RouterSpec(renormalize=True)

@@ -11,6 +11,7 @@ from moe_core.errors import InvalidInput
 from moe_core.layers import LoRA, MoELayerSpec
 from moe_core.specs.operands import LoRAFactors
 from moe_jax.layers import lora as slots
+from moe_jax.layers import qwix
 
 
 class CorrectionBias(nnx.Variable):
@@ -122,6 +123,23 @@ class AdaptedLayer(nnx.Module):
         slots.require_lora(lora, self.spec, self.num_layers)
         self.lora = AdapterSlots(lora, self.spec, self.param_dtype, rngs=rngs)
         return self.lora
+
+    def _follow(self, rule: Any) -> None:
+        """Take the adapters of a `qwix.LoraRule`, in the first call, that of `qwix.apply_lora_to_model`."""
+        lora = qwix.lora_of_rule(rule)
+        if lora is None:
+            return
+        if self.lora is not None:
+            qwix.require_same_lora(self.lora.options, rule)
+            return
+        rngs = getattr(self, "qwix_rngs", None)
+        if not isinstance(rngs, nnx.Rngs):
+            raise InvalidInput(
+                f"rngs must draw the new adapter of a layer, got {rngs}; call qwix.apply_lora_to_model(..., "
+                "rngs=nnx.Rngs(0)), without skip_nnx_init"
+            )
+        factors = qwix.factors_of_rule(rule, self.spec, rngs.params, self.param_dtype)
+        self.add_lora(lora, rngs=rngs).load(0, factors)
 
     def _adapters(self, ids: Any) -> slots.Adapters | None:
         lora = self.lora

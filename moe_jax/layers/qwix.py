@@ -1,4 +1,4 @@
-"""Translate Qwix's rules to schemes of a layer's experts. Qwix need not be installed.
+"""Translate Qwix's rules to schemes and adapters of a layer's experts. Qwix need not be installed.
 
 Qwix quantises operands of JAX's products, not the experts' matrices. So a layer requests the rule of the product `gmm`.
 """
@@ -6,12 +6,15 @@ Qwix quantises operands of JAX's products, not the experts' matrices. So a layer
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format, Scheme, format_named, format_names, known_scheme, scheme_named
+from moe_core.layers import LoRA, MoELayerSpec
+from moe_core.specs.operands import LoRAFactors
 
 #: Types without a tile size, or with a fixed one.
 _FORMATS = {
@@ -56,19 +59,19 @@ def scheme_of_rule(rule: Any) -> Scheme | None:
     Weights only: int8 and int4 in one group per output or in groups of a tile_size of 32, 64 or 128 inputs (with zero
     points for the calibration `minmax`), float8_e4m3fn per output, mxfp8, mxfp4. Weights and activations: int8,
     float8_e4m3fn or mxfp8 with itself, mxfp4 with mxfp8 or mxfp4. Raises InvalidInput for no rule, and Unsupported for
-    other types and calibrations, and LoRA.
+    other types and calibrations.
     """
     import qwix
 
     if not isinstance(rule, qwix.QuantizationRule):
         raise InvalidInput(f"rule must be a qwix.QuantizationRule, got {type(rule).__name__}; pass one rule")
-    if isinstance(rule, qwix.LoraRule):
-        raise Unsupported(
-            f"Qwix cannot put LoRA on the experts of a MoE layer; {_LEAVE_OUT}, and give the layer lora=LoRA(...) "
-            "of moe_jax, as examples/lora_jax.py does"
-        )
     weights = _type(rule.weight_qtype)
     if weights is None:
+        if rule.act_qtype is not None or rule.tile_size is not None:
+            raise Unsupported(
+                "act_qtype and tile_size of a rule need a weight_qtype for the experts of a MoE layer, got "
+                f"{rule.act_qtype} and {rule.tile_size} without one; name one, or {_LEAVE_OUT}"
+            )
         return None
     if isinstance(rule, qwix.QtRule):
         plain = {"act_qtype": None, "bwd_qtype": None, "disable_channelwise_axes": False, "additional_qt_config": None}
@@ -102,6 +105,32 @@ def scheme_of_rule(rule: Any) -> Scheme | None:
             f"of these, leave act_qtype out, or {_LEAVE_OUT}"
         )
     return scheme_named(_BOTH[format.name, activations])
+
+
+def lora_of_rule(rule: Any) -> LoRA | None:
+    """The adapters of a `qwix.LoraRule`, else None. Raises InvalidInput for options out of range."""
+    if rule is None or not isinstance(rule, sys.modules["qwix"].LoraRule):
+        return None
+    return LoRA(rule.rank, alpha=rule.alpha, dropout=rule.dropout)
+
+
+def factors_of_rule(rule: Any, spec: MoELayerSpec, draw: Callable[[], Any], dtype: Any) -> LoRAFactors:
+    """A new adapter, drawn by the initialisers of a `qwix.LoraRule`. draw: returns a new key."""
+    made: dict[str, Any] = {}
+    for name, (_, experts, inside, outside) in LoRA(rule.rank).shapes(spec).items():
+        shape = (experts, inside, rule.rank) if name[0] == "a" else (experts, rule.rank, outside)
+        initializer = rule.lora_a_initializer if name[0] == "a" else rule.lora_b_initializer
+        made[name] = initializer(draw(), shape, dtype)
+    return LoRAFactors(**made)
+
+
+def require_same_lora(held: LoRA, rule: Any) -> None:
+    """Raise InvalidInput if a rule has other adapters than the layer."""
+    asked = lora_of_rule(rule)
+    if asked not in (None, held):
+        raise InvalidInput(
+            f"the layer's adapters must be those of Qwix's rule, {asked}, got {held}; keep one of both, or {_LEAVE_OUT}"
+        )
 
 
 def _type(qtype: Any) -> str | None:

@@ -149,7 +149,7 @@ ELSEWHERE = {
     "tests/torch/parallel/test_training.py": ("parallel-training.md",),
     "tests/recipes/test_peft_native.py": ("initial values that change the weights, such as PiSSA",),
     "tests/recipes/test_qwix.py": (
-        "static scales and `LoraProvider`", "Rules may name symmetric weights only",
+        "Other types and static scales", "Rules may name symmetric weights only",
         "Linen raises `Unsupported` for a rule",
     ),
     "tests/layers/test_prepack.py": ("a kernel for prepacked weights (`Unsupported`)",),

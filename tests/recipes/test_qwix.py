@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from moe_core.checkpoint import read_adapter
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
 from moe_core.layers import MoELayerSpec
 from moe_core.ops.quantize.reference import dequantize, quantize
-from moe_jax import InvalidInput, Unsupported, layers, linen, nnx
+from moe_jax import InvalidInput, Unsupported, layers, linen, nnx, tunix
 from moe_jax.layers.trained_codes import fake_quantize
 from moe_jax.nnx import ExpertsSpec
 from tests.support.jax import on_engines, running_on
@@ -143,7 +144,7 @@ REFUSED = {
     r"must be int8_row with int8, .*got int4_row with int8": rule(weight_qtype=jnp.int4, act_qtype=jnp.int8),
     r"mxfp4 with mxfp4, got int8_g32 with int8": rule(weight_qtype=jnp.int8, act_qtype=jnp.int8, tile_size=32),
     r"act_static_scale .* got True": rule(weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True),
-    r"LoRA on the experts.*examples/lora_jax.py": qwix.LoraRule(rank=2, alpha=1.0),
+    r"act_qtype and tile_size of a rule need a weight_qtype": qwix.LoraRule(rank=2, alpha=1.0, tile_size=32),
     r"act_qtype of a QtRule must be None": qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8),
     r"bwd_qtype of a QtRule must be None": qwix.QtRule(weight_qtype=jnp.int8, bwd_qtype=jnp.int8),
     r"disable_channelwise_axes of a QtRule": qwix.QtRule(weight_qtype=jnp.int8, disable_channelwise_axes=True),
@@ -243,6 +244,115 @@ def test_quantised_training_on_a_mesh() -> None:
                 np.testing.assert_array_equal(jax.jit(lambda model, x: model(x))(spread, x), y)
                 found = flax_nnx.jit(flax_nnx.grad(loss), graph_updates=False)(spread, x)
             np.testing.assert_array_equal(found.wo.get_value(), wanted.wo.get_value())
+
+
+def lora(*rules: Any, **options: Any) -> Any:
+    if not rules:
+        options = {"module_path": ".*moe", "rank": 3, "alpha": 6.0, "lora_b_initializer": NORMAL} | options
+    return qwix.LoraProvider(rules or None, **options)
+
+
+NORMAL = jax.nn.initializers.normal()
+
+
+class TunixModel(Model):
+    def __init__(self, rngs: flax_nnx.Rngs) -> None:
+        super().__init__(rngs)
+        config: dict[str, Any] = {"embed_dim": D, "hidden_dim": F, "num_experts": E, "num_experts_per_tok": K}
+        names = SimpleNamespace(exp_weight_edf=(None,) * 3, exp_weight_efd=(None,) * 3)
+        types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+        self.moe: Any = tunix.MoELayer(SimpleNamespace(**config, **types, shd_config=names), rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantised"), [(Model, {}), (Model, {"weight_qtype": jnp.int4, "tile_size": 32}), (TunixModel, {})]
+)
+def test_adapters_of_rules_are_trained_as_without_qwix(kind: Any, quantised: dict[str, Any]) -> None:
+    """The initialisers draw them, and the whole training has the bits of the same adapter in `add_lora`."""
+    with running_on("reference"):
+        x, plain = tokens(), kind(flax_nnx.Rngs(0))
+        model = qwix.apply_lora_to_model(plain, lora(**quantised), x, rngs=flax_nnx.Rngs(1))
+        twin, adapter = kind(flax_nnx.Rngs(0)), model.moe.lora.export()
+        if quantised:
+            scheme = layers.scheme_of_rule(qwix.LoraRule(rank=3, alpha=6.0, **quantised))
+            assert scheme is not None and model.moe.spec.experts.scheme == scheme
+            twin.moe.quantize_experts(scheme)
+        drawn = jax.nn.initializers.he_uniform()(flax_nnx.Rngs(1).params(), (E, D, 3), jnp.float32)
+        np.testing.assert_array_equal(adapter.a1, drawn)
+        assert plain.moe.lora is None and adapter.scale.min() == adapter.scale.max() == 2
+        twin.moe.add_lora(moe_jax.LoRA(3, alpha=6.0), rngs=flax_nnx.Rngs(2)).load(0, adapter)
+        before = jax.tree.map(np.array, flax_nnx.state(model))
+
+        @flax_nnx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            trained = flax_nnx.DiffState(0, flax_nnx.LoRAParam)
+            loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.square(model(x) - x).mean(), argnums=trained)(
+                model
+            )
+            optimizer.update(model, gradients)
+            return loss
+
+        for one in (model, twin):
+            optimizer = flax_nnx.Optimizer(one, optax.adam(1e-2), wrt=flax_nnx.LoRAParam)
+            losses = [float(step(one, optimizer)) for _ in range(3)]
+            assert losses[-1] < losses[0]
+        ours, theirs = (jax.tree.leaves_with_path(flax_nnx.to_pure_dict(flax_nnx.state(one))) for one in (twin, model))
+        for (path, one), (_, other) in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(path))
+        changed = [
+            not np.array_equal(*pair)
+            for pair in zip(*map(jax.tree.leaves, (before, flax_nnx.state(model))), strict=True)
+        ]
+        assert sum(changed) == 4, "a1, b1, a2, b2"
+
+
+def test_adapters_of_rules_in_linen() -> None:
+    with running_on("reference"):
+        x, base = tokens(), linen.MoE(D, F, E, K)
+        model, twin = (
+            qwix.apply_lora_to_model(base, lora(module_path=".*")),
+            base.clone(lora=moe_jax.LoRA(3, alpha=6.0)),
+        )
+        variables = nn.meta.unbox(model.init(jax.random.key(0), x))
+        assert np.abs(variables["lora"]["b1"][..., :3, :]).min() > 0
+
+        def gradients(layer: Any) -> Any:
+            rest = {name: one for name, one in variables.items() if name != "lora"}
+            return jax.grad(lambda lora: jnp.square(layer.apply(rest | {"lora": lora}, x)).sum())(variables["lora"])
+
+        assert not np.array_equal(model.apply(variables, x), base.apply({"params": variables["params"]}, x))
+        np.testing.assert_array_equal(model.apply(variables, x), twin.apply(variables, x))
+        jax.tree.map(np.testing.assert_array_equal, gradients(model), gradients(twin))
+        for layer in (model, twin):
+            with pytest.raises(
+                InvalidInput, match=r"variables must hold the collections lora and lora_state.*init_lora"
+            ):
+                layer.apply({"params": variables["params"]}, x)
+        with pytest.raises(
+            InvalidInput, match=r"adapters must be those of Qwix's rule, LoRA\(rank=3, .*got LoRA\(rank=5"
+        ):
+            qwix.apply_lora_to_model(base.clone(lora=moe_jax.LoRA(5)), lora(module_path=".*")).apply(variables, x)
+
+
+def test_dropout_and_refusals_of_adapters() -> None:
+    with running_on("reference"):
+        x, model = tokens(), Model(flax_nnx.Rngs(0))
+        dropped = qwix.apply_lora_to_model(model, lora(dropout=0.5), x, rngs=flax_nnx.Rngs(1))
+        assert not np.array_equal(dropped(x), dropped(x))
+        dropped.eval()
+        np.testing.assert_array_equal(dropped(x), dropped(x))
+        qwix.apply_lora_to_model(dropped, lora(dropout=0.5), x, rngs=flax_nnx.Rngs(1))
+        with pytest.raises(InvalidInput, match=r"adapters must be those of Qwix's rule"):
+            qwix.apply_lora_to_model(dropped, lora(rank=4), x, rngs=flax_nnx.Rngs(1))
+        with pytest.raises(InvalidInput, match=r"rngs must draw the new adapter.*without skip_nnx_init"):
+            qwix.apply_lora_to_model(model, lora(), x, rngs=flax_nnx.Rngs(1), skip_nnx_init=True)(x)
+        with pytest.raises(InvalidInput, match="rank must be"):
+            qwix.apply_lora_to_model(model, lora(rank=0), x, rngs=flax_nnx.Rngs(1))
+        both = {"weight_qtype": jnp.int8, "act_qtype": jnp.int8}
+        with pytest.raises(Unsupported, match="experts with quantised activations"):
+            qwix.apply_lora_to_model(model, lora(**both), x, rngs=flax_nnx.Rngs(1))
+        with pytest.raises(Unsupported, match="Qwix cannot quantise the parameters of Tunix's MoELayer"):
+            quantized(TunixModel(flax_nnx.Rngs(0)), RULES["int8_row"])
 
 
 def test_linen_says_what_to_do_and_that_works() -> None:
