@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.sharding import PartitionSpec
 
 from moe_core.base.checks import as_integer
 from moe_core.base.files import path_of, whole_file
@@ -125,7 +126,7 @@ class Buckets:
         results, made = jax.tree.flatten(self._programs[bucket].call(*jax.tree.unflatten(structure, padded), mask))
         for number, axes in enumerate(self._results):
             for axis, each in axes:
-                results[number] = jax.lax.slice_in_dim(results[number], 0, each * count, axis=axis)
+                results[number] = jax.lax.slice_in_dim(_whole(results[number], axis), 0, each * count, axis=axis)
         return jax.tree.unflatten(made, results)
 
 
@@ -159,6 +160,15 @@ def _name(number: int) -> str:
 def _padded(array: Any, axes: Sequence[int], more: int) -> Any:
     widths = [(0, more if axis in axes else 0) for axis in range(array.ndim)]
     return jnp.pad(array, widths) if more and axes else array
+
+
+def _whole(array: Any, axis: int) -> Any:
+    """The array whole along an axis: JAX cuts no array along an explicit axis that does not divide the result."""
+    held = jax.typeof(array).sharding
+    if not any(held.spec):
+        return array
+    spec = PartitionSpec(*(None if number == axis else names for number, names in enumerate(held.spec)))
+    return jax.sharding.reshard(array, held.update(spec=spec))
 
 
 def _rows_of_results(function: Callable[..., Any], at: Callable[[int], Any], number: int) -> list[list[list[int]]]:

@@ -6,9 +6,8 @@ their gradients are one more. vmap over plain experts is one call of `moe` with 
 router. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: `moe`, `router`, `route`, `rms_norm`, `activation`, `ragged_dot`, `ragged_dot_general` and `gmm` open
-  a `jax.shard_map` over the rows of their first argument, with whole weights. Call the others on local parts inside
-  one. Elsewhere they raise Unsupported.
+- Several devices: ops without a layout open a `jax.shard_map` over the rows of their first argument, with whole
+  weights. Call the others on local parts inside one. Elsewhere they raise Unsupported.
 - Derivatives: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`,
   `reduce`, `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other ops raise Unsupported, and so do
   forward mode and second derivatives with quantised weights.
@@ -185,6 +184,7 @@ def make_layout(
     return result
 
 
+@over_rows("ids")
 def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> jax.Array:
     """Pack ids, integers `[T, K]`, into a bitmatrix uint32 `[T, ceil(E / 32)]`, as `moe_torch.pack_bitmatrix`."""
     call = OpCall("pack_bitmatrix")
@@ -197,6 +197,7 @@ def pack_bitmatrix(ids: Array, num_experts: int, *, checked: bool = False) -> ja
     return bitmatrix
 
 
+@over_rows("bitmatrix")
 def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Array:
     """Unpack a bitmatrix uint32 `[T, ceil(E / 32)]` into ids int32 `[T, K]`, as `moe_torch.unpack_bitmatrix`."""
     call = OpCall("unpack_bitmatrix")

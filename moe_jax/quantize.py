@@ -18,6 +18,7 @@ from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_jax.bridge.calls import Array, OpCall, require_type
+from moe_jax.bridge.mesh import over_rows
 
 Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
 _JAX = core.ArrayFunctions(jnp.transpose, jnp.stack, core.pad_with(jnp.pad))
@@ -30,14 +31,22 @@ def quantize_rows(
     x: Array, format: Format, *, scales: Array | None = None, used_by: Array | None = None
 ) -> QuantizedTensor:
     """Quantise rows `[R, D]` with one custom call, under every transformation, as `moe_torch.quantize_rows`."""
-    call = OpCall("quantize_rows")
     require_type("format", format, Format)
+    run = _quantize_each_row if format.group_rows == 1 else _quantize_rows
+    return run(x, format, scales, used_by)
+
+
+def _quantize_rows(x: Array, format: Format, scales: Array | None, used_by: Array | None) -> QuantizedTensor:
+    call = OpCall("quantize_rows")
     rows = call.array("x", x)
     static = None if scales is None else call.array("static_scale", scales, "scales")
     values, chosen = call.run(
         plan_quantize_rows, rows, format, scales=static, used_by=call.optional("used_by", used_by)
     )
     return QuantizedTensor(QuantizedSpec(format), values, chosen)
+
+
+_quantize_each_row = over_rows("x", "used_by")(_quantize_rows)
 
 
 def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> QuantizedTensor:

@@ -11,6 +11,7 @@ from moe_core.ops.routing.layout import plan_layout_of_runs, runs_spec
 from moe_core.specs.operands import RaggedLayout
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge.calls import Array, OpCall, require_type
+from moe_jax.bridge.mesh import over_rows
 
 
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
@@ -39,6 +40,7 @@ def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) ->
     return run_stage(call, plan_gather_rows, rows, *slots, layout.spec, wide=wide_spec)[0]
 
 
+@over_rows("x", "weights")
 def scale_rows(x: Array, weights: Array) -> jax.Array:
     """Multiply each row of x `[T, D]` with its weight fp32 `[T, 1]` in fp32, with one cast to the dtype of x."""
     call = OpCall("scale_rows")

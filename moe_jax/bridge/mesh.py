@@ -10,6 +10,7 @@
 - Ops whose rows are independent are split in the same way, and products of groups of consecutive rows, of which each
   device has some. Others read a layout, which is that of one device's tokens, and are refused.
 - Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
+  Where types of automatic axes hide splits, XLA's compiler refuses them, see `moe_jax.bridge.moves`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs.operands import MoEOutput
-from moe_jax.bridge import placement, platforms
+from moe_jax.bridge import moves, placement, platforms
 
 Names = tuple[str, ...]
 _Op = TypeVar("_Op", bound=Callable[..., Any])
@@ -39,12 +40,13 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Split:
     """names: of the axes the shard_map is over. dims: the axes that split each batch axis of x. consecutive: the tokens
-    of each device follow one another in x."""
+    of each device follow one another in x. is_known: the axes are named, or x shows them."""
 
     mesh: AbstractMesh
     names: Names
     dims: tuple[Names, ...]
     consecutive: bool
+    is_known: bool
 
     @property
     def over(self) -> Names:
@@ -151,7 +153,8 @@ def split_tokens(
     split = tuple(
         tuple(name for name in names if name in needed or name in typed or mesh.shape[name] > 1) for names in dims
     )
-    return Split(mesh, tuple(free), split, _is_consecutive(batch, split, mesh))
+    is_known = token_axes is not None or not moves.is_hidden(x, mesh)
+    return Split(mesh, tuple(free), split, _is_consecutive(batch, split, mesh), is_known)
 
 
 def _assign(shape: tuple[int, ...], dims: list[Names], name: str, mesh: AbstractMesh, must: bool) -> None:
@@ -277,7 +280,11 @@ def over_rows(
         @functools.wraps(op)
         def spread(*arrays: Any, **options: Any) -> Any:
             x = arrays[0] if arrays else options.get(first)
-            if not _is_on_mesh(x):
+            is_on_mesh = _is_on_mesh(x)
+            if not is_on_mesh and not jax.sharding.get_abstract_mesh().empty:
+                # x may be a constant of a program for several devices.
+                is_on_mesh = any(map(_is_on_mesh, jax.tree.leaves((arrays, options))))
+            if not is_on_mesh:
                 return op(*arrays, **options)
             given = signature.bind(*arrays, **options).arguments
             return _spread(op, x, given, rows, (summed, sizes, total))
@@ -297,10 +304,11 @@ def _is_on_mesh(x: Any) -> bool:
 
 def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, of_rows: Any) -> Any:
     summed, sizes, total = of_rows
-    mesh = mesh_of(jax.tree.leaves(given))
+    leaves = jax.tree.leaves(given)
+    mesh = mesh_of(leaves)
     if mesh is None or x.ndim != 2:
         return op(**given)
-    split, visible = split_tokens(x, mesh), mesh.are_all_axes_explicit or not isinstance(x, Tracer)
+    split, visible = split_tokens(x, mesh), not any(moves.is_hidden(one, mesh) for one in leaves)
     if visible and not split.over:
         return op(**given)
     arrays: dict[str, Any] = {}
@@ -310,8 +318,10 @@ def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, 
         if not jax.tree.leaves(value) or not isinstance(jax.tree.leaves(value)[0], (jax.Array, np.ndarray)):
             options.append((name, value))
             continue
-        arrays[name] = value
         specs[name] = _specs_of(name, value, name in rows, split)
+        arrays[name] = jax.tree_util.tree_map_with_path(
+            functools.partial(_stays, name, mesh), value, specs[name], is_leaf=lambda one: one is None
+        )
     options += [(total, split.over)] if total else []
     local = _OnRows(op, tuple(options), split.over, summed, sizes and (rows[0], sizes))
     results = PartitionSpec() if total else split.tokens
@@ -333,6 +343,13 @@ def _specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
         return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(of, value)
+
+
+def _stays(name: str, mesh: AbstractMesh, path: Any, array: Any, spec: Any) -> Any:
+    if array is None or not moves.is_hidden(array, mesh):
+        return array
+    fix = "reshard it, or call this inside a jax.shard_map of your own"
+    return moves.stays(array, spec, ".".join([name, *(str(getattr(key, "name", key)) for key in path)]), fix)
 
 
 def _is_spec(value: Any) -> bool:

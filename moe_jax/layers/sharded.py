@@ -7,7 +7,7 @@ The `jax.shard_map` of a layer is that of `moe_jax.bridge.mesh`, with parameters
 - Any other split of a parameter is gathered for the call, as in FSDP, if tokens are split over that axis too. Gradients
   are scattered back. Otherwise every device would read all of it without being asked to: Unsupported.
 - The split of a parameter is that of its sharding, else `parameter_specs`. Under automatic axes a jitted function sees
-  no sharding, and takes parameters without a spec to be whole: XLA gathers them if they are not.
+  no sharding, and takes parameters without a spec to be whole. XLA's compiler raises if they are not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoEAux, MoELayerSpec
 from moe_core.parallel import Placement
 from moe_jax.bridge.mesh import Names, Split, as_names, free_axes, mesh_of, opened, seeded_here, spec_of, split_tokens
+from moe_jax.bridge.moves import is_hidden, stays
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_prepacked, leaves, nested
 from moe_jax.parallel.axis import ExpertAxis
 
@@ -114,11 +115,17 @@ def require_axis(axis: ExpertAxis | None, mesh: AbstractMesh | None = None) -> N
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter in the shard_map. gathers: (axis of the array, mesh axes)."""
+    """A parameter in the shard_map. gathers: (axis of the array, mesh axes). is_known: its split shows, or is named."""
 
     leaf: Leaf
     spec: PartitionSpec
     gathers: tuple[tuple[int, Names], ...]
+    is_known: bool
+
+    def of(self, parameters: Parameters) -> Any:
+        array, name = find(parameters, self.leaf.path), "/".join(self.leaf.path)
+        fix = "name its split by parameter_specs or logical rules, which gather it as in FSDP, or reshard it"
+        return array if self.is_known else stays(array, self.spec, name, fix)
 
 
 @dataclass(frozen=True)
@@ -161,8 +168,8 @@ def hidden_splits(division: Division, axis: ExpertAxis | None, parameter_specs: 
         names = [one for entry in part.spec for one in as_names(entry) if kinds[one] == AxisType.Auto]
         if hidden := [name for name in names if name not in told]:
             path = "/".join(part.leaf.path)
-            lines += f"\n  jit hides the split of {path} over {', '.join(hidden)}, so XLA gathers it: name it by "
-            lines += "parameter_specs, logical rules or expert_axis"
+            lines += f"\n  jit hides the split of {path} over {', '.join(hidden)}, and XLA's compiler refuses it: "
+            lines += "name it by parameter_specs, logical rules or expert_axis"
     return lines
 
 
@@ -199,11 +206,18 @@ def divide(
             )
         token_axes = axis.tokens
     split = split_tokens(x, mesh, token_axes, () if axis is None else (axis.name,))
-    parts = tuple(_part(leaf, splits[leaf.path], axis, split, spec.num_experts) for leaf in every)
+
+    def part(leaf: Leaf) -> Part:
+        is_known = parameter_specs is not None or not is_hidden(find(parameters, leaf.path), mesh)
+        return Part(leaf, *_part(leaf, splits[leaf.path], axis, split, spec.num_experts), is_known)
+
+    parts = tuple(map(part, every))
     return Division(split, axis, parts)
 
 
-def _part(leaf: Leaf, held: tuple[Names, ...], axis: ExpertAxis | None, split: Split, num_experts: int) -> Part:
+def _part(
+    leaf: Leaf, held: tuple[Names, ...], axis: ExpertAxis | None, split: Split, num_experts: int
+) -> tuple[PartitionSpec, tuple[tuple[int, Names], ...]]:
     entries, gathers, shape, path = [], [], split.mesh.shape, "/".join(leaf.path)
     for number, (names, is_experts) in enumerate(zip(held, _split(leaf), strict=True)):
         here: Names = ()
@@ -228,7 +242,7 @@ def _part(leaf: Leaf, held: tuple[Names, ...], axis: ExpertAxis | None, split: S
             )
         entries.append((*here, *names) or None)
         gathers += [(number, names)] if names else []
-    return Part(leaf, P(*entries), tuple(gathers))
+    return P(*entries), tuple(gathers)
 
 
 @dataclass(frozen=True)
@@ -298,11 +312,13 @@ def over_mesh(
             got = getattr(array, "shape", type(array).__name__)
             raise InvalidInput(f"{name} must begin with the batch axes {x.shape[:-1]} of x, got {got}; reshape it")
     specs = nested((part.leaf.path, part.spec) for part in division.parts)
-    parameters = nested((part.leaf.path, find(parameters, part.leaf.path)) for part in division.parts)
+    parameters = nested((part.leaf.path, part.of(parameters)) for part in division.parts)
     rows = split.tokens
     fields = {name: rows if name in ("ids", "weights", "logits") else P() for name in MoEAux._fields}
     local = _Local(forward, division, tuple(options.items()), return_aux)
     inputs = {name: array for name, array in by_token.items() if array is not None}
+    if not split.is_known:
+        inputs["x"] = stays(x, rows, "x", "name its axes by token_axes or logical rules, or reshard it")
     of_adapters = adapters and dataclasses.replace(adapters, factors=P(), ids=rows)
     arguments = (parameters, specs), (layer_index, P()), (adapters, of_adapters), (inputs, rows)
     result = opened(local, split, (rows, MoEAux(**fields)) if return_aux else rows, *arguments)

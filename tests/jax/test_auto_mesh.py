@@ -97,6 +97,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "route": lambda x, experts, routing: moe_jax.route(x, moe_jax.RouterSpec(2), correction_bias=x),
     "norm": lambda x, experts, routing: moe_jax.rms_norm(x, routing.weight[:, 0]),
     "activation": lambda x, experts, routing: moe_jax.activation(x, moe_jax.Activation("silu", gate_layout="halves")),
+    "scaled": lambda x, experts, routing: moe_jax.scale_rows(x, x[:, :1]),
+    "quantised": lambda x, experts, routing: moe_jax.quantize_rows(
+        x, moe_jax.format_named("fp8_channel"), used_by=jnp.arange(16, dtype=jnp.int32) - 3
+    ),
+    "bits": lambda x, experts, routing: moe_jax.pack_bitmatrix((x[:, :2] > 0).astype(jnp.int32), 40),
+    "packed": lambda x, experts, routing: moe_jax.unpack_bitmatrix((x[:, :2] > 0).astype(jnp.uint32), 40, 2),
 }  # fmt: skip
 
 
@@ -113,15 +119,30 @@ def test_ops_on_rows_are_split(op: Callable[..., Any]) -> None:
                 assert first.sharding.spec[0] is not None, "its rows stay where they are"
 
 
-def test_weights_that_would_be_gathered_are_refused() -> None:
-    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+def reshard(arrays: Any, mesh: Mesh) -> Any:
+    constrain = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
+    return jax.tree.map(lambda one: constrain(one, NamedSharding(mesh, P(*(None,) * one.ndim))), arrays)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(AxisType.Explicit, moe_jax.Unsupported), (AxisType.Auto, jax.errors.JaxRuntimeError)]
+)
+def test_weights_that_would_be_gathered_are_refused(kind: AxisType, error: type[Exception]) -> None:
+    """Of automatic axes by XLA's compiler, also behind a cast and in a gradient. Tokens stay on their devices, too."""
+    mesh = mesh_of(2, 2, kind=kind)
     x, experts, routing = arrays(mesh)
-    experts = jax.device_put(experts, NamedSharding(mesh, P(None, None, "model")))
-    with (
-        running_on("reference"),
-        pytest.raises(moe_jax.Unsupported, match=r"must be whole on every device, got .*model"),
-    ):
-        jax.jit(forward)(x, experts, routing)
+    split = jax.device_put(experts, NamedSharding(mesh, P(None, None, "model")))
+    cast = lambda x, experts, routing: forward(x, jax.tree.map(jnp.sin, experts), routing)  # noqa: E731
+    with running_on("reference"):
+        for call in (forward, gradient(cast)):
+            with pytest.raises(error, match=r"experts.* must be whole on every device.*, got .*model"):
+                jax.jit(call)(x, split, routing)
+        moved = lambda x, experts, routing: forward(x, reshard(experts, mesh), routing)  # noqa: E731
+        np.testing.assert_allclose(jax.jit(moved)(x, split, routing), forward(*arrays()), 1e-4, 1e-5)
+        if kind == AxisType.Auto:
+            wrong = jax.device_put(x, NamedSharding(mesh, P("model")))
+            with pytest.raises(error, match=r"x must be split as .*data.* got .*model.*; reshard it"):
+                jax.jit(forward)(wrong, experts, routing)
 
 
 def test_every_device_runs_all_of_a_replicated_call() -> None:
@@ -148,10 +169,10 @@ def test_shardings_of_a_program_and_exports_are_refused() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: moe_jax.scale_rows(x, x[:, :1]),
+        lambda x: moe_jax.quantize_rows(x, moe_jax.format_named("fp8_tensor")),
         lambda x: moe_jax.make_layout(x.astype(jnp.int32), 4),
     ],
-    ids=["scale_rows", "make_layout"],
+    ids=["quantize_rows", "make_layout"],
 )
 def test_every_op_is_refused(call: Callable[[jax.Array], Any]) -> None:
     with running_on("reference"):
@@ -222,8 +243,16 @@ def test_eager_gradients_on_split_arrays() -> None:
 
 def test_an_eager_vmap_of_split_arrays_is_refused() -> None:
     with running_on("reference"):
-        whole, sharding = (jnp.ones((4, 8, 2)), jnp.ones((4, 8, 1))), NamedSharding(mesh_of(NUM_DEVICES), P("data"))
-        for place in range(2):
-            given = [jax.device_put(array, sharding) if at == place else array for at, array in enumerate(whole)]
-            with pytest.raises(moe_jax.Unsupported, match="scale_rows runs on one device at a time"):
-                jax.vmap(moe_jax.scale_rows)(*given)
+        ids = jax.device_put(jnp.zeros((4, 8, 2), jnp.int32), NamedSharding(mesh_of(NUM_DEVICES), P("data")))
+        with pytest.raises(moe_jax.Unsupported, match="make_layout runs on one device at a time"):
+            jax.vmap(lambda ids: moe_jax.make_layout(ids, 4))(ids)
+
+
+def test_a_constant_of_a_program_for_a_mesh_is_split() -> None:
+    def product(weight: jax.Array) -> jax.Array:
+        return jnp.square(moe_jax.ragged_dot(jnp.ones((8, 3)), weight, jnp.array([2, 6]))).sum()
+
+    with running_on("reference"):
+        wanted = jax.grad(product)(jnp.ones((2, 3, 4)))
+        with jax.set_mesh(mesh_of(NUM_DEVICES)):
+            np.testing.assert_allclose(jax.jit(jax.grad(product))(jnp.ones((2, 3, 4))), wanted, 1e-5)

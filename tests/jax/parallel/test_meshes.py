@@ -260,13 +260,25 @@ def test_explain_says_what_moves() -> None:
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_explain_names_what_jit_does_not_see(kind: AxisType) -> None:
+def test_what_jit_does_not_see_is_explained_and_refused(kind: AxisType) -> None:
     mesh = mesh_of(kind, fsdp=2, ep=2)
-    with jax.set_mesh(mesh):
+    with running_on("reference"), jax.set_mesh(mesh):
         specs = fsdp(PLAIN, "ep")
         parameters = placed(draw(PLAIN)[0], mesh, specs)
         ways: list[dict[str, Any]] = [{}, {"expert_axis": "ep"}, {"parameter_specs": specs}]
         texts = [layers.explain_mesh(PLAIN, (4, 6, D), parameters, **way) for way in ways]
+        tokens, wanted = draw(PLAIN, 4, 6)[1], alone(PLAIN, 4, 6)[0][1][0]
+        x = jax.device_put(tokens, NamedSharding(mesh, P(("fsdp", "ep"))))
+        for way, text in zip(ways, texts, strict=True):
+            call = jax.jit(functools.partial(layers.forward, spec=PLAIN, **way))
+            refuses = pytest.raises(jax.errors.JaxRuntimeError, match=r"must be .*, got .*fsdp.*parameter_specs")
+            with refuses if "jit hides" in text else contextlib.nullcontext():
+                np.testing.assert_allclose(call(parameters, x), wanted, 1e-5, 1e-6)
+        call, x = functools.partial(layers.forward, draw(PLAIN)[0], spec=PLAIN), jax.device_put(x, P(None, "ep"))
+        moves = pytest.raises(jax.errors.JaxRuntimeError, match=r"x must be split as .*, got .*ep.*token_axes")
+        with moves if kind == AUTO else contextlib.nullcontext():
+            jax.jit(call)(x)
+        np.testing.assert_allclose(jax.jit(functools.partial(call, token_axes=P(None, "ep")))(x), wanted, 1e-5, 1e-6)
     hides = [[over in text for over in ("wi_0 over ep, fsdp,", "wi_0 over fsdp,", "jit hides")] for text in texts]
     told = [[True, False, True], [False, True, True], [False] * 3]
     assert hides == (told if kind == AUTO else [[False] * 3] * 3)
