@@ -10,12 +10,9 @@ used is read before and after. Parity comes first, as in `forward` and `training
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from benchmarks.problem import checked_tokens, draw_problem, expected, relative_
 from benchmarks.provenance import provenance
 from benchmarks.record import reason_of, table
 from benchmarks.shapes import ALL_SHAPES, Shape
+from benchmarks.sustained import Meter, sustained
 from benchmarks.timing import GraphTimer, free_memory
 from benchmarks.training_peers import TRAINING_PEERS, sample, tf32
 from benchmarks.training_peers import check_peer as check_training_peer
@@ -37,9 +35,6 @@ from benchmarks.weights import draw_weights
 SCHEMA = 1
 CELLS = "qwen3:forward:64,qwen3:forward:4096,gptoss120b:forward:64,gptoss120b:forward:4096,qwen3:step:4096"
 _FORWARD_PEERS, _STEP_PEERS = ("triton_kernels", "grouped_mm"), ("grouped_mm",)
-_TURNS = 2
-#: A queue of so many replays keeps the device busy, and lets the host look at the clock.
-_REPLAYS = 10
 COLUMNS = {
     "shape": "shape", "what": "what", "tokens": "tokens", "implementation": "implementation",
     "mj_per_token": "mJ per token", "watts": "W", "us": "us", "over": "ours / it",
@@ -53,27 +48,6 @@ class Cell:
     shape: Shape
     what: str
     tokens: int
-
-
-class Meter:
-    """Joules that the current CUDA device has used since its driver was loaded (`libnvidia-ml`)."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._call("nvmlInit_v2")
-        self._device = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
-        self._call("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(uuid), ctypes.byref(self._device))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise OSError(f"{name} failed with status {status}; the driver has no energy counter of this GPU")
-
-    def joules(self) -> float:
-        millijoules = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
 
 
 def parse_cells(parser: argparse.ArgumentParser, text: str) -> tuple[Cell, ...]:
@@ -132,31 +106,6 @@ def steps(cell: Cell, device: Any, seed: int) -> tuple[dict[str, Callable[[], An
     return found, reasons
 
 
-def energy(
-    replays: Mapping[str, Callable[[], Any]], joules: Callable[[], float], wait: Callable[[], None], seconds: float
-) -> dict[str, dict[str, float]]:
-    """By name {"joules", "us", "watts"} of one call: the median of turns of `seconds`, every other one backwards."""
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in replays}
-    order = list(replays)
-    for _ in range(_TURNS):
-        for name in order:
-            wait()
-            before, start, calls = joules(), time.perf_counter(), 0
-            while calls == 0 or time.perf_counter() - start < seconds:
-                for _ in range(_REPLAYS):
-                    replays[name]()
-                wait()
-                calls += _REPLAYS
-            elapsed = time.perf_counter() - start
-            turns[name].append(((joules() - before) / calls, elapsed / calls))
-        order = order[::-1]
-    found = {}
-    for name, measured in turns.items():
-        used, took = (statistics.median(one) for one in zip(*measured, strict=True))
-        found[name] = {"joules": used, "us": took * 1e6, "watts": used / took}
-    return found
-
-
 def run_cell(
     cell: Cell, capture: Callable[[Any], Callable[[], Any]], meter: Any, seconds: float, given: tuple[Any, int]
 ) -> list[dict[str, Any]]:
@@ -169,8 +118,7 @@ def run_cell(
             replays[name] = capture(call)
         except Exception as error:
             reasons[name] = reason_of(error)
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    found = energy(replays, meter.joules, wait, seconds)
+    found = sustained(replays, meter.joules, seconds)
     rows = []
     for name, figures in found.items():
         row = {**where, "implementation": name, "mj_per_token": figures["joules"] / cell.tokens * 1e3}

@@ -25,7 +25,7 @@ import torch
 
 import moe_jax
 import moe_torch
-from benchmarks import plain
+from benchmarks import plain, sustained
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.draws import load_of
@@ -103,7 +103,9 @@ def measure(problem: Problem, timer: Any, target: Target) -> dict[str, Any]:
     chain = timer.device_time_of_jax_chain(jax_step, jax_x, tuple(jax_arguments), length)
     row["torch_device_us"] = (before + timer.device_time_of_chain(step, length)) / 2
     row["jax_device_us"], row["jax_callbacks"] = chain.us, chain.callbacks
-    return row | beside_dense(problem, timer)
+    row |= beside_dense(problem, timer)
+    dense = dense_forwards(shape, tokens, problem.x.device, problem.x.dtype)[row["dense_layout"]]
+    return row | sustained.beside(row, "dense", problem.torch_forward, dense, timer)
 
 
 def beside_dense(problem: Problem, timer: Any, seconds: float = 1.0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import torch
 
 import moe_torch
-from benchmarks import plain
+from benchmarks import plain, sustained
 from benchmarks.breakdown import summarize
 from benchmarks.budget import time_limit
 from benchmarks.libraries import deepgemm, flashinfer, hugging_face, sonicmoe
@@ -247,6 +247,7 @@ def add_peer(
             row[f"{peer.name}_us"], row["peer_errors"][peer.name] = figures["us"], figures["error"]
             if peer.by_turns:
                 row |= beside(peer, ours, forward, timer, row)
+                row |= sustained.beside(row, peer.name, next(iter(ours.values())), forward, timer)
             if peer.name == "triton_kernels" and "breakdown" in row:
                 row["breakdown"][peer.name] = summarize(timer.kernels(forward))
     except ParityIsRed as red:

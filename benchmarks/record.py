@@ -32,6 +32,8 @@ COLUMNS = {
     "grouped_mm_us": "grouped_mm", "grouped_mm_compiled_us": "compiled", "ragged_dot_us": "ragged_dot",
     "tokamax_us": "tokamax", "batch_invariant_us": "batch invariant", "bound_streaming_us": "stream bound",
     "dense_us": "dense bound", "over_dense": "/ dense", "bound_fraction": "of the bound",
+    "sustained_us": "sustained", "sustained_over_dense": "/ dense, sustained",
+    "sustained_over_triton_kernels": "/ triton_kernels, sustained", "mj_per_token": "mJ per token",
     "over_best_peer": "/ best peer", "over_balanced": "/ balanced", "vllm_us": "vllm", "over_allowed": "over 1.25x",
     "scratch_over_allowed": "scratch / allowed",
 }  # fmt: skip

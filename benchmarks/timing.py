@@ -14,6 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.sustained import Meter, sustained
 from moe_jax.bridge.ffi import callback_count
 
 _FLUSH_BYTES = 512 * 1024 * 1024
@@ -83,6 +84,11 @@ class GraphTimer:
                 times[name].append(self._replay(graphs[name]))
             order, done = order[::-1], done + 1
         return times
+
+    def sustained(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+        """Time and energy of replays without a pause, by turns; see `sustained.sustained`."""
+        graphs = {name: self.capture(function).replay for name, function in functions.items()}
+        return sustained(graphs, Meter().joules)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, written: bool = True) -> float:
         """Microseconds of one replay after an L2 flush."""

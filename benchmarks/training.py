@@ -28,6 +28,7 @@ import jax
 import torch
 
 import moe_torch
+from benchmarks import sustained
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget, time_limit
 from benchmarks.draws import SEED, load_of
@@ -38,7 +39,14 @@ from benchmarks.provenance import provenance
 from benchmarks.record import reason_of, reasons, table
 from benchmarks.shapes import ALL_SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory
-from benchmarks.training_peers import TRAINING_PEERS, TrainingPeer, beside_dense_step, sample, time_training_peer
+from benchmarks.training_peers import (
+    TRAINING_PEERS,
+    TrainingPeer,
+    beside_dense_step,
+    dense_step,
+    sample,
+    time_training_peer,
+)
 from benchmarks.training_problem import (
     Step,
     TrainingProblem,
@@ -170,6 +178,13 @@ def measure(problem: TrainingProblem, row: dict[str, Any], timer: Any, target: T
         "memory": lambda: memory(problem),
         "torch device": device_time,
     }
+    figures["sustained"] = lambda: sustained.beside(
+        row,
+        "dense",
+        lambda: torch_step(problem),
+        dense_step(problem.shape, problem.tokens, device, row.get("dense_layout", "in_out")),
+        timer,
+    )
     if "jax" not in row["not_timed"]:
         figures["jax"] = jax_device_time
     if breakdown:

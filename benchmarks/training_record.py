@@ -17,6 +17,7 @@ TRAINING_COLUMNS = {
     "dense_us": "dense", "over_dense": "/ dense", "sonicmoe_over_dense": "SonicMoE / dense",
     "over_sonicmoe": "/ SonicMoE", "wanted_over_dense": "wanted / dense", "grouped_mm_us": "grouped_mm",
     "over_grouped_mm": "/ grouped_mm", "ragged_dot_us": "ragged_dot",
+    "sustained_us": "sustained", "sustained_over_dense": "/ dense, sustained", "mj_per_token": "mJ per token",
     "over_best_peer": "/ best peer", "kept_bytes_per_token": "kept B/token",
     "sonicmoe_kept_bytes_per_token": "SonicMoE's", "peak_bytes_per_token": "peak B/token",
 }  # fmt: skip

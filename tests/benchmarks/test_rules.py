@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import re
@@ -15,7 +17,7 @@ torch = pytest.importorskip("torch")
 flop_counter = pytest.importorskip("torch.utils.flop_counter")
 pytest.importorskip("jax")
 
-from benchmarks import forward, quantized, quantized_peers
+from benchmarks import forward, quantized, quantized_peers, sustained
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.libraries import flashinfer, hugging_face, sonicmoe
@@ -72,6 +74,12 @@ def test_replays_by_turns() -> None:
     order: list[str] = []
     EagerTimer().rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, seconds=0.0)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab" + "ba" + "ab"
+    order.clear()
+    used = itertools.count()
+    replays = {name: functools.partial(order.append, name) for name in "ab"}
+    found = sustained.sustained(replays, lambda: float(next(used)), 0.0)
+    assert "".join(order) == "".join(10 * name for name in "aabba"), "a turn ahead heats the chip"
+    assert [one["joules"] for one in found.values()] == [0.1, 0.1]
 
 
 def test_kernels_of_equal_calls_are_told_apart() -> None:

@@ -30,6 +30,7 @@ from benchmarks import (
     parallel,
     quantized,
     rounding,
+    sustained,
     tiles,
     torch_host_time,
     training,
@@ -139,7 +140,7 @@ def run_energy(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[An
         call()
         return lambda: used.__setitem__(0, used[0] + 3)
 
-    patch.setattr(energy, "_REPLAYS", 1)
+    patch.setattr(sustained, "_REPLAYS", 1)
     for kind in ("forward", "step"):
         rows += energy.run_cell(energy.Cell(TINY["qwen3"], kind, 6), capture, meter, 0.0, ("cpu", 0))
     timed = [row for row in rows if "us" in row]

@@ -14,7 +14,7 @@ import torch
 
 import moe_jax
 import moe_torch
-from benchmarks import check, forward, options, peers, plain, quantized, torch_host_time, training
+from benchmarks import check, forward, options, peers, plain, quantized, sustained, torch_host_time, training
 from benchmarks.problem import Problem, draw_problem
 from benchmarks.shapes import Shape
 from benchmarks.timing import ChainTime, KernelSpan
@@ -39,6 +39,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(options, "SHAPES", TINY)
     monkeypatch.setattr(training, "_SHAPES", tuple(TINY))
     # A collection takes long in a process with both frameworks, and JAX's programs serve all tests.
+    monkeypatch.setattr(sustained, "LEAST_TOKENS", 4)
     for module in (check, forward, quantized, training):
         monkeypatch.setattr(module, "free_memory", lambda: None)
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
@@ -67,6 +68,9 @@ class CallingTimer:
 
     def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
         return {name: [self.time(function)] for name, function in functions.items()}
+
+    def sustained(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+        return {name: {"us": self.time(function), "joules": 1.0} for name, function in functions.items()}
 
     def device_time_of_chain(self, function: Callable[[], Any], length: int, repeats: int = 5) -> float:
         return self.time(function)
