@@ -241,8 +241,8 @@ def _squares(gradient: Any, by_expert: bool) -> torch.Tensor:
     """fp32 sum of squares, or `[E]` of each expert. A collective for sharded gradients."""
     if isinstance(gradient, PlacedTensor):
         # Each rank has its experts, or slices of them.
-        mesh, rank, placement = gradient._where
-        held, local = held_experts(placement, rank), gradient._local.float()
+        mesh, rank, placement, *_ = gradient._where
+        held, local = held_experts(placement, rank), gradient._local.float().movedim(gradient.axis, 0)
         sums = local.new_zeros(placement.num_experts)
         sums[torch.tensor(held, dtype=torch.long, device=local.device)] = local.flatten(1).square().sum(1)
         part = gradient.part

@@ -17,6 +17,7 @@ from moe_core.base import plan_type, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.specs import ExpertWeights, map_arrays, named_fields
+from moe_core.specs.operands import LoRAFactors
 
 TOKENS = ("split", "replicated")
 _MOST_RANKS = 2**13
@@ -78,13 +79,16 @@ class Cut(NamedTuple):
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """Return the cut of a field of ExpertWeights, or of an array of a quantised one. None: the array is whole.
+    """Return the cut of a field of ExpertWeights or LoRAFactors, or of an array of a quantised one. None: it is whole.
 
-    name: such as `gate_up`, `down_bias` or `up.scales`. gate_layout: None: ungated.
+    name: such as `gate_up`, `down_bias`, `up.scales` or `b1`. gate_layout: None: ungated.
     """
     field = name.partition(".")[0]
-    if field in ("down_bias", "layer_index", "gate_up_input_scale", "down_input_scale"):
+    if field in ("a1", "b2", "scale", "ranks", "seed", "down_bias", "layer_index", "gate_up_input_scale",
+                 "down_input_scale"):  # fmt: skip
         return None
+    if field in ("b1", "a2"):
+        return Cut(-2) if field == "a2" else Cut(-1, 1 if gate_layout in (None, "interleaved") else 2)
     if field == "down":
         return Cut(-2 if weight_layout == "in_out" else -1)
     halves = gate_layout == "halves" and field.startswith("gate_up")
@@ -144,6 +148,13 @@ def split_experts(
             arrays[name] = map_arrays(one, take) if isinstance(one, QuantizedTensor) else take(one)
         slices.append(dataclasses.replace(experts, **arrays))
     return tuple(slices)
+
+
+def split_factors(lora: LoRAFactors, size: int, gate_layout: str | None) -> tuple[LoRAFactors, ...]:
+    """Return the slices of every rank of the axis: columns of b1 and rows of a2. a1 and b2 are whole on each."""
+    fields, splits = named_fields(lora), [TensorSplit(size, index) for index in range(size)]
+    parts = [{n: _cut_array(one, cut_of(n, "in_out", gate_layout), split) for n, one in fields} for split in splits]
+    return tuple(dataclasses.replace(lora, **part) for part in parts)
 
 
 def _cut_array(array: np.ndarray, cut: Cut | None, split: TensorSplit) -> np.ndarray:

@@ -302,8 +302,8 @@ class MoE(PlannedLayer):
         if not (staged or return_aux or watch or adapted):
             return output_of(self, x, arrays, key, tensors)
         if adapted:
-            results, overflow = run_with_adapters(self, arrays, x, adapter_ids, staged), None
-            output, counts, invalid, ids, chosen, logits = results
+            results = run_with_adapters(self, arrays, x, adapter_ids, routed_by or self._runs_stages())
+            output, counts, invalid, ids, chosen, logits, overflow = results
         elif staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
             preset_ids = given_ids(self, x, expert_ids, input_ids)

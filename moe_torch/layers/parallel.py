@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -20,7 +21,16 @@ from moe_core.parallel.header import LAYERS
 from moe_core.parallel.placement import HOLE, Placement
 from moe_core.parallel.result import ParallelOutput
 from moe_core.parallel.tensor import cut_of, require_splittable
-from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights, SharedExpert, TopK, map_arrays
+from moe_core.specs.operands import (
+    ExpertWeights,
+    LoRAFactors,
+    MoEOperands,
+    RouterWeights,
+    SharedExpert,
+    TopK,
+    map_arrays,
+    named_fields,
+)
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import SUBCLASSES_OF_DTENSOR, dtensor_like, root_mesh
@@ -54,7 +64,8 @@ class LayerExchange:
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
         # Copies of a layer are on the same ranks, without a Rebalancer.
-        return LayerExchange(self.parallel, self.placement, calls=Calls(self.calls.layer))
+        calls = dataclasses.replace(self.calls, number=0)
+        return LayerExchange(self.parallel, self.placement, calls=calls)
 
     def before(self, layer: Any, arguments: Any) -> None:
         self.counted = self.began = False
@@ -97,14 +108,20 @@ class LayerExchange:
         *,
         token_mask: torch.Tensor | None = None,
         shared: SharedExpert | None = None,
+        lora: LoRAFactors | None = None,
+        adapter_ids: torch.Tensor | None = None,
     ) -> ParallelOutput:
-        """Counts are of this rank's tokens."""
+        """Counts are of this rank's tokens. lora: as the layer has them."""
         self.began = True
+        lora = None if lora is None else map_arrays(lora, self.local)
         if not self.placement.occupied[self.parallel.ranks().rank]:
             # Products need at least one expert.
             experts = map_arrays(experts, lambda array: filled_up(array, 1))
+            one = {name: array for name, array in named_fields(lora) if array.dim() == 4} if lora else {}
+            one = {n: array.new_zeros(len(array), 1, *array.shape[2:]) for n, array in one.items() if not array.numel()}
+            lora = lora and dataclasses.replace(lora, **one)
         placement = self.placement if self.moving is None else self.moving
-        operands = MoEOperands(x, experts, routing, token_mask, None, shared)
+        operands = MoEOperands(x, experts, routing, token_mask, None, shared, lora, adapter_ids)
         return exchanged(operands, spec, self.parallel, placement, self.calls)
 
     def within_capacity(
@@ -190,31 +207,12 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     exchange, split = LayerExchange(parallel, placement, warns=parallel.gradient_divisor > 1), parallel.split
     matrices = {name: one.spec for name, one in experts.named_children()}
     require_splittable(spec.d_ff, matrices, split)
-    mesh = parallel.axis if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
     gated = spec.experts.activation.gated
     layouts = layer.storage.weight_layout, layer.storage.gate_layout if gated else None
-    held = torch.tensor(exchange.held(), dtype=torch.long)
-
-    def shared_out(name: str, array: torch.Tensor) -> torch.Tensor:
-        # A copy frees the memory of other experts.
-        local, part, places = array.detach()[held.to(array.device)], None, [Shard(0)]
-        if split.size > 1:
-            cut = cut_of(name, *layouts)
-            # Every rank has an entry for all of F, such as a scale per channel.
-            part = Slice(parallel.tensor, cut if cut and array.shape[cut.axis] > 1 else None, split)
-            local = Own(local, None, part.cut, split).taken(local)
-            places.append(Shard(array.dim() + part.cut.axis) if part.cut else Replicate())
-        if owners == linear.owners and not (part and part.cut and part.cut.parts > 1):
-            return _sharded(local, mesh, places, array.shape)
-        return PlacedTensor(local, (parallel.axis, ranks.rank, placement), part)
-
+    shared_out = functools.partial(share_out, exchange, layouts)
     for path, module in experts.named_modules():
         for name, array in list(module.named_parameters(recurse=False)):
-            shared: Any = shared_out(path or name, array)
-            if SUBCLASSES_OF_DTENSOR and isinstance(shared, DTensor):
-                shared = dtensor_like(ExpertTensor, shared)
-            parameter = torch.nn.Parameter(shared, requires_grad=array.requires_grad)
-            module.register_parameter(name, parameter)
+            module.register_parameter(name, as_parameter(shared_out(path or name, array), array.requires_grad))
         for name, array in list(module.named_buffers(recurse=False)):
             if array.shape[:1] != (spec.num_experts,):
                 raise Unsupported(
@@ -225,9 +223,47 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     number = exchange.calls.layer = 1 + _numbers.get(ranks.group, 0) % (LAYERS - 1)
     _numbers[ranks.group] = number
     experts.exchange = exchange
+    lora: Any = layer._modules["lora"]
+    if lora is not None:
+        lora.share_out(exchange, layouts[1])
     layer.register_forward_pre_hook(exchange.before)
     layer.register_forward_hook(exchange.after, always_call=True)
     return layer
+
+
+def share_out(
+    exchange: LayerExchange, layouts: tuple[str, str | None], name: str, array: torch.Tensor, axis: int = 0
+) -> torch.Tensor:
+    """This rank's part of an array of all experts, as a DTensor or PlacedTensor. axis: of experts.
+
+    layouts: weight_layout and gate_layout, None: ungated.
+    """
+    parallel, placement, split = exchange.parallel, exchange.placement, exchange.parallel.split
+    held = torch.tensor(exchange.held(), dtype=torch.long)
+    # A copy frees the memory of other experts.
+    local, part, places = array.detach().index_select(axis, held.to(array.device)), None, [Shard(axis)]
+    if split.size > 1:
+        cut = cut_of(name, *layouts)
+        # Every rank has an entry for all of F, such as a scale per channel.
+        part = Slice(parallel.tensor, cut if cut and array.shape[cut.axis] > 1 else None, split)
+        local = Own(local, None, part.cut, split).taken(local)
+        places.append(Shard(array.dim() + part.cut.axis) if part.cut else Replicate())
+    linear = Placement.linear(placement.num_experts, placement.num_ranks)
+    if placement.owners == linear.owners and not (part and part.cut and part.cut.parts > 1):
+        mesh = parallel.axis if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
+        return _sharded(local, mesh, places, array.shape)
+    return PlacedTensor(local, (parallel.axis, parallel.ranks().rank, placement, *[axis] * (axis > 0)), part)
+
+
+def as_parameter(shared: Any, requires_grad: bool) -> torch.nn.Parameter:
+    if SUBCLASSES_OF_DTENSOR and isinstance(shared, DTensor):
+        shared = dtensor_like(ExpertTensor, shared)
+    return torch.nn.Parameter(shared, requires_grad=requires_grad)
+
+
+def refuse_adapters(layer: Any) -> None:
+    if layer.lora is not None:
+        raise Unsupported("layers with adapters do not move experts, as factors stay on their ranks; merge them first")
 
 
 def ignore_experts(model: torch.nn.Module) -> torch.nn.Module:

@@ -43,7 +43,7 @@ class Slice(NamedTuple):
 
 @takes_lists
 class PlacedTensor(torch.Tensor):
-    """An array `[E, ...]` by logical expert. This rank holds the experts of its places.
+    """An array `[E, ...]` by logical expert, of adapters `[slots, E, ...]`. This rank holds the experts of its places.
 
     It is like a DTensor for experts in any order. Elementwise operations, such as optimizers', run on this rank's part,
     `to_local()` `[held, ...]`, in the order of `placement.owners[rank]`. `torch.distributed.checkpoint` saves and loads
@@ -53,12 +53,14 @@ class PlacedTensor(torch.Tensor):
     """
 
     _local: torch.Tensor
-    _where: tuple[Any, int, Placement]
+    #: The mesh, this rank, the placement, and the axis of experts unless it is the first.
+    _where: tuple[Any, ...]
     part: Slice | None
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, where: tuple[Any, int, Placement], part: Slice | None = None) -> PlacedTensor:
-        shape = [where[2].num_experts, *local.shape[1:]]
+    def __new__(cls, local: torch.Tensor, where: tuple[Any, ...], part: Slice | None = None) -> PlacedTensor:
+        shape = [*local.shape]
+        shape[sum(where[3:])] = where[2].num_experts
         if part is not None and part.cut is not None:
             shape[part.cut.axis] *= part.split.size
         made = wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
@@ -66,8 +68,12 @@ class PlacedTensor(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        _, rank, placement = self._where
+        _, rank, placement, *_ = self._where
         return f"PlacedTensor({list(self.shape)}, {self.dtype}, rank {rank} of {placement})"
+
+    @property
+    def axis(self) -> int:
+        return sum(self._where[3:])
 
     @property
     def held(self) -> list[int]:
@@ -83,11 +89,13 @@ class PlacedTensor(torch.Tensor):
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
         """All experts, `[E, ...]`, on every rank. A collective, not differentiable."""
-        mesh, _, placement = self._where
-        filled = filled_up(self._local, placement.per_rank - len(self._local))
+        mesh, _, placement, *_ = self._where
+        local = self._local.movedim(self.axis, 0).contiguous()
+        filled = filled_up(local, placement.per_rank - len(local))
         places = ranks_of(mesh, None, "full_tensor").all_gather(filled, "experts").flatten(0, 1)
         _, by_expert, start = placement.tables
         whole = places[torch.tensor(by_expert[start[:-1]], dtype=torch.long, device=places.device)]
+        whole = whole.movedim(0, self.axis).contiguous()
         if self.part is None or self.part.cut is None:
             return whole
         slices, (axis, parts) = ranks_of(self.part.mesh, None, "full_tensor").all_gather(whole, "slices"), self.part.cut
@@ -130,7 +138,8 @@ class PlacedTensor(torch.Tensor):
                     )
                 part = first.part
                 owned = Own(first._local) if part is None else Own(first._local, None, part.cut, part.split)
-                return owned.taken(leaf[first.held])
+                held = torch.tensor(first.held, dtype=torch.long, device=leaf.device)
+                return owned.taken(leaf.index_select(first.axis, held))
             return leaf
 
         positional, named = tree_map(local, (args, kwargs or {}))
@@ -144,7 +153,7 @@ class PlacedTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        _, rank, placement = self._where
+        _, rank, placement, *_ = self._where
         properties = TensorProperties.create_from_tensor(self._local)
         items, part = [], self.part
         if part is not None and part.cut is None and part.split.index > 0:
@@ -152,7 +161,7 @@ class PlacedTensor(torch.Tensor):
             return items
         for chunk in self.__create_chunk_list__():
             # One rank writes an expert with replicas.
-            if placement.places_of(chunk.offsets[0])[0] // placement.per_rank == rank:
+            if placement.places_of(chunk.offsets[self.axis])[0] // placement.per_rank == rank:
                 data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
                 items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return items
@@ -162,7 +171,8 @@ class PlacedTensor(torch.Tensor):
 
         chunks, cut = [], None if self.part is None else self.part.cut
         for expert in self.held:
-            offset, size = [expert, *[0] * (self.dim() - 1)], [1, *self.shape[1:]]
+            offset, size = [0] * self.dim(), [*self.shape]
+            offset[self.axis], size[self.axis] = expert, 1
             if cut is None:
                 chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
                 continue
@@ -173,8 +183,7 @@ class PlacedTensor(torch.Tensor):
         return chunks
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        row = self.held.index(index.offset[0])
-        array = self._local[row : row + 1]
+        array = self._local.narrow(self.axis, self.held.index(index.offset[self.axis]), 1)
         if self.part is None or self.part.cut is None:
             return array
         cut, split = self.part.cut, self.part.split

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_core.base.dtypes import canonical
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import InvalidInput
 from moe_core.layers import HUGGING_FACE, LayerCost, layer_cost
 from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
@@ -66,12 +66,13 @@ class PlannedLayer(PrepackedExperts):
         if self._modules["lora"] is not None:
             raise InvalidInput("the layer must have no adapters yet, got some; load into their slots")
         lora.require_layer(self.spec)
-        if self._modules["experts"].__dict__.get("exchange") is not None:
-            raise Unsupported("lora must be None for a layer with experts on several ranks, got adapters; leave it out")
         self.requires_grad_(False)
         gate_layout = "interleaved" if self.storage.gate_layout == "interleaved" else "halves"
         like = self._arrays(self._parts())[self._like_place]
         self.lora = made = LoRAParameters(lora, self.spec, like, gate_layout).train(self.training)
+        exchange = self._parts()["experts"].exchange
+        if exchange is not None:
+            made.share_out(exchange, self.storage.gate_layout if self.spec.experts.activation.gated else None)
         for dropped in (False, True):
             made.encode(self._options, dropped)
         if lora.slots == 1:

@@ -17,7 +17,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import HOLE, Move, Placement
 from moe_torch.bridge.options import require_instance
 from moe_torch.layers.moe import MoE
-from moe_torch.layers.parallel import LayerExchange
+from moe_torch.layers.parallel import LayerExchange, refuse_adapters
 from moe_torch.layers.placed import PlacedTensor
 from moe_torch.parallel.forward import ExpertParallel
 from moe_torch.parallel.group import Ranks, Way, as_bytes
@@ -181,6 +181,7 @@ class _Shares:
         exchange = self._experts.exchange
         if exchange is None:
             raise InvalidInput(f"layers[{number}] must be shared out, got one that is whole; call parallelize first")
+        refuse_adapters(layer)
         if exchange.moving is not None:
             raise InvalidInput(f"layers[{number}] must have no Rebalancer yet, got one that has; keep a single one")
         if exchange.parallel.ranks().group is not ranks.group:

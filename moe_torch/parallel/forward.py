@@ -14,12 +14,14 @@ import torch
 from moe_core.base.arrays import require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
-from moe_core.parallel.operands import experts_digest, require_given, require_scores
+from moe_core.parallel.bounds import is_direct
+from moe_core.parallel.operands import experts_digest, require_adapters, require_given, require_scores
 from moe_core.parallel.spec import refuse_chunks
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
+    LoRAFactors,
     MoEOperands,
     RouterLogits,
     RouterWeights,
@@ -34,6 +36,7 @@ from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import routed
+from moe_torch.parallel.adapters import RankAdapters
 from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
@@ -41,7 +44,7 @@ from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
-from moe_torch.parallel.peer.chunks import run_peer
+from moe_torch.parallel.peer.chunks import routes_of_adapters, run_peer
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import require_room, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of
@@ -58,6 +61,8 @@ def moe(
     placement: Placement | MovingPlacement,
     shared: SharedExpert | None = None,
     token_mask: torch.Tensor | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: torch.Tensor | None = None,
 ) -> ParallelOutput:
     """Run `moe_torch.moe` over ranks that share the experts. All of them call it, in the same order.
 
@@ -78,6 +83,10 @@ def moe(
         placement: the experts of each rank. A `MovingPlacement` may change between calls, for inference.
         shared: a dense expert that every token visits, on its own rank.
         token_mask: bool `[T]`, as for `moe_torch.moe`.
+        lora: adapters. Factors are of this rank's experts, `[S, L, ...]`, or shared by all, with gradients as a
+            router's; scale and ranks are of all E experts. With `parallel.tensor`, the slices of
+            `moe_core.parallel.tensor.split_factors`. Dropout has a mask for each rank's rows.
+        adapter_ids: int32 `[T]`, with lora: the adapter of each token here, -1 = none.
 
     Returns:
         a ParallelOutput. `overflow` counts rows beyond a bound, see `exchange.on_overflow`.
@@ -90,15 +99,18 @@ def moe(
         Unsupported: requests that exchanges cannot serve, and training of experts with replicas.
         RuntimeError: a message failed, because a rank died or is late.
     """
-    return exchanged(MoEOperands(x, experts, routing, token_mask, None, shared), spec, parallel, placement, Calls())
+    operands = MoEOperands(x, experts, routing, token_mask, None, shared, lora, adapter_ids)
+    return exchanged(operands, spec, parallel, placement, Calls())
 
 
 @dataclass
 class Calls:
-    """A layer's number on its mesh, from 1 on (0: no layer), and its calls, which ranks compare."""
+    """A layer's number on its mesh, from 1 on (0: no layer), and its calls, which ranks compare. shares_factors: all
+    experts share the factors of adapters. None: if arrays with an axis of one expert cannot be a rank's only one."""
 
     layer: int = 0
     number: int = 0
+    shares_factors: bool | None = None
 
 
 @graph_break
@@ -116,6 +128,10 @@ def exchanged(
     placement = placement.current if isinstance(placement, MovingPlacement) else placement
     if moving is not None and parallel.split.size > 1:
         raise Unsupported("placement must be a Placement beside a tensor axis, got a MovingPlacement; leave tensor out")
+    if moving is not None and operands.lora is not None:
+        raise Unsupported("lora must be None with a MovingPlacement, as factors stay on their ranks; pass a Placement")
+    if operands.lora is None and operands.adapter_ids is not None:
+        raise InvalidInput("adapter_ids must be None without lora, got an array; pass lora too")
     ranks = parallel.ranks((calls.layer and f"layer {calls.layer}") or "")
     if placement.num_ranks != ranks.size:
         raise InvalidInput(
@@ -143,12 +159,16 @@ class Exchange:
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
         try:
             self._check(x, experts, routing, spec, mask, shared)
-            digest = experts_digest(x, experts, shared, spec, array_spec)
+            adapters, lora, arrays = self._adapters(operands), None, []
+            if adapters is not None:
+                lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
+            digest = experts_digest(x, experts, shared, spec, array_spec, lora)
             uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
             wide = uses_of(x, uses, summed=self.tensor is not None)
             dense: Any = None
             if shared is not None:
-                arguments = x.detach(), wide[1], shared, experts, spec, len(x) * self.parallel.token_ranks
+                plain = dataclasses.replace(spec, lora_dropout=0.0)
+                arguments = x.detach(), wide[1], shared, experts, plain, len(x) * self.parallel.token_ranks
                 dense = functools.cache(functools.partial(shared_output, *arguments))
                 if self.parallel.exchange.mode != "peer" or not x.is_cuda:
                     dense()  # Nothing overlaps with it.
@@ -156,13 +176,21 @@ class Exchange:
                     refuse_chunks(self.parallel.exchange)
             ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
             ids, weights = routed(ids, weights, placement.num_experts)
-            asked = asks_gradients((x, weights, *[array for _, array in named_arrays(experts)]))
+            asked = asks_gradients((x, weights, *[array for _, array in (*named_arrays(experts), *arrays)]))
             if asked and self.parallel.gradients == "mean":
                 experts = map_arrays(experts, lambda array: divided(array, self.parallel.token_ranks))
             if self.moving is not None:
                 self.moving.require_usable(asked)
-            plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest)
-            brought, tensor, planner = Brought(x, wide[0], ids, weights, mask), self.tensor, None
+            if adapters is not None:
+                shared_factors = self.calls.shares_factors
+                if shared_factors is None:
+                    shared_factors = placement.per_rank > 1 and all(
+                        one.shape[1] == 1 for name, one in arrays if name[0] in "ab"
+                    )
+                lora = adapters.trained(self.parallel, self.tensor, shared_factors)
+            plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest, lora=lora)
+            tensor, planner, ids_of_adapters = self.tensor, None, None if adapters is None else adapters.ids
+            brought = Brought(x, wide[0], ids, weights, mask, ids_of_adapters)
             call = ExchangeCall(
                 self.ranks, plan, self.moving, self.calls.layer, self.calls.number, self.levels, self.parallel.buffer
             )
@@ -176,20 +204,25 @@ class Exchange:
             tell_peers(self.parallel, placement, device, self.tensor)
             raise
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None)
+        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None, lora)
         dense_of_parts, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
-        if planner is None:
+        if planner is None and lora is None:
             results = run_peer(call, brought, owner, dense_of_parts, of_parts)
             del brought
         else:
-            routes = planner.start()()
+            routes: Any
+            if planner is None:
+                routes, counted = routes_of_adapters(call, brought)
+            else:
+                routes = planner.start()()
+                counted = routes.tokens_per_expert, routes.invalid_ids
             rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
+            own = None if brought.adapter_ids is None else routes.push_ids(brought.adapter_ids)
             del brought
-            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens)
+            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, adapter_ids=own)
             # Without training, rows that come home can use this memory.
             del rows
             output = combine(routes, result.output, dense_of_parts() if dense_of_parts else (None, None), of_parts)
-            counted = routes.tokens_per_expert, routes.invalid_ids
             results = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
             output = tensor.total(results.output, x, dense() if dense else (None, None), dtype)
@@ -199,10 +232,26 @@ class Exchange:
             require_room(call.plan, int(results.overflow.numpy()[0]))
         if self.moving is not None:
             self.moving.load.add_(results.tokens_per_expert)
+        if adapters is not None:
+            results = results._replace(invalid_ids=results.invalid_ids + adapters.invalid)
         missing = placement.per_rank - len(results.received)
         received = torch.nn.functional.pad(results.received, (0, missing)) if missing else results.received
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
+
+    def _adapters(self, operands: MoEOperands) -> RankAdapters | None:
+        lora, ids, mask = operands.lora, operands.adapter_ids, operands.token_mask
+        if lora is None:
+            return None
+        require_instance("lora", lora, LoRAFactors)
+        for name, array in (*named_arrays(lora, "lora."), ("adapter_ids", ids)):
+            if array is not None:
+                require_dense(name, array)
+                require_same_device(name, array, "x", operands.x)
+        require_adapters(lora, ids, len(operands.x), self.placement, self.parallel.split.size)
+        stacked = operands.experts.layer_index is not None
+        where = self.placement, self.ranks.rank, operands.experts.down.shape[stacked]
+        return RankAdapters.of(lora, ids, mask, self.parallel, where)
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any, shared: Any) -> None:
         require_instance("x", x, torch.Tensor)
@@ -278,13 +327,24 @@ def asks_gradients(arrays: Iterable[Any]) -> bool:
 
 
 def plan_of(
-    parallel: ExpertParallel, placement: Placement, x: torch.Tensor, top_k: int, *, training: bool, experts: int = 0
+    parallel: ExpertParallel,
+    placement: Placement,
+    x: torch.Tensor,
+    top_k: int,
+    *,
+    training: bool,
+    experts: int = 0,
+    lora: LoRAFactors | None = None,
 ) -> ExchangePlan:
     """Plan the exchange of x `[T, D]`, or with mode `peer` of max_tokens. experts: an `experts_digest`."""
+    exchange = parallel.exchange
+    if lora is not None and is_direct(exchange):
+        # Ids of adapters go to rows with a home and a slot, which have counts.
+        exchange = dataclasses.replace(exchange, rows="slots")
     tokens = parallel.max_tokens if parallel.exchange.mode == "peer" and parallel.max_tokens is not None else len(x)
     sizes = tokens, top_k, x.shape[1], DTYPE_NAMES[x.dtype]
     split = parallel.split
-    plan = plan_exchange(*sizes, placement, parallel.exchange, training=training, tensor=split)
+    plan = plan_exchange(*sizes, placement, exchange, training=training, tensor=split)
     return plan.of_experts(experts)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_core.parallel.placement import Placement
 from moe_core.specs import MoESpec, Tuning
-from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, MoEOutput, TopK
 from moe_torch import ops
 from moe_torch.operators.routed import hidden
 from moe_torch.parallel import peer_ops
@@ -19,25 +19,31 @@ Multiprocessors = tuple[int | None, int | None]
 
 
 class Owner(NamedTuple):
-    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went."""
+    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went. lora: adapters."""
 
     experts: ExpertWeights
     spec: MoESpec
     placement: Placement
     top_k: int
     stores_gradients: bool
+    lora: LoRAFactors | None = None
 
     def __call__(
-        self, rows: torch.Tensor, routing: TopK, group_tokens: int, results_at: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        routing: TopK,
+        group_tokens: int,
+        results_at: torch.Tensor | None = None,
+        adapter_ids: torch.Tensor | None = None,
     ) -> MoEOutput:
         """Compute rows of slots, or of tokens with all their ids.
 
-        group_tokens: of all ranks. results_at: where results are stored. None: they are returned.
+        group_tokens: of all ranks. results_at: where results are stored. None: they are returned. adapter_ids: of rows.
         """
         spec = self._spec(routing, group_tokens)
         if results_at is None:
             with hidden():
-                return ops.moe(rows, self.experts, routing, spec)
+                return ops.moe(rows, self.experts, routing, spec, lora=self.lora, adapter_ids=adapter_ids)
         gradients_at = results_at if self.stores_gradients else None
         return peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
 

@@ -88,6 +88,10 @@ class Routes(Protocol):
         """Send rows of tokens, `[T, D]`. The result waits and returns arrived rows, `[R, D]`."""
         ...
 
+    def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Send a number below 2**24 of each token, int32 `[T]`. Returns those of arrived rows, int32 `[R]`."""
+        ...
+
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         """Send the results of slots home, `[R, D]`. None: experts have stored them."""
         ...

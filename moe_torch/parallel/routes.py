@@ -78,6 +78,9 @@ class CollectiveRoutes:
 
         return arrived
 
+    def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.start_push(ids[:, None].float(), "adapter ids")().view(-1).int()  # fp32, as rows are
+
     def start_pull(self, rows: torch.Tensor, what: str) -> Arriving:
         """Send rows of slots home, `[R, N]`. The result waits and returns rows for `at_home`."""
         return self.ranks.start_all_to_all(rows, what, self.home)

@@ -28,13 +28,14 @@ from moe_torch.parallel.route import ExchangeCall
 
 class Brought(NamedTuple):
     """Inputs of an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, or None; ids int32 and weights fp32
-    `[T, K]`; token_mask bool `[T]` or None."""
+    `[T, K]`; token_mask bool `[T]` and adapter_ids int32 `[T]`, or None."""
 
     x: torch.Tensor
     wide: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
     token_mask: torch.Tensor | None
+    adapter_ids: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -77,7 +78,10 @@ class TensorRanks:
         wide, weights = None, brought.weights if gathered is None else gathered
         if torch.is_grad_enabled() and (brought.wide is not None or brought.weights.requires_grad):
             wide, weights = Around.apply(self, brought.wide, brought.weights, gathered)
-        return Brought(x, wide, ids, weights, None if apart else brought.token_mask)
+        adapters = brought.adapter_ids
+        if apart and adapters is not None:
+            adapters = self.ranks.all_gather(adapters, "adapter ids").flatten()
+        return Brought(x, wide, ids, weights, None if apart else brought.token_mask, adapters)
 
     def tell_failure(self, device: torch.device) -> None:
         self.told = True

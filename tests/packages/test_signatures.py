@@ -25,6 +25,7 @@ PUBLISHED = {
     "moe_jax/modular/experts.py": {"fused_experts", "unfused_experts"},
     "moe_torch/grouped.py": {"scaled_grouped_mm"},
     "moe_torch/ops.py": {"explain_moe", "moe"},
+    "moe_torch/parallel/forward.py": {"moe"},
     "moe_jax/grouped.py": {"gmm"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/ops.py": {"explain_moe", "moe"},

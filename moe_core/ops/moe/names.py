@@ -27,10 +27,9 @@ def saved_names(spec: MoESpec, shared: SharedExpert | None, lora: LoRAFactors | 
     """Outputs that a forward adds for the backward, in order."""
     lows = () if lora is None else tuple(f"saved.low{n}" for n in (1, 2) if getattr(lora, f"a{n}") is not None)
     adapters = () if lora is None else ("saved.virtual_sizes", "saved.virtual_start", *lows)
-    names = ("saved.group_start", "saved.slot_of_row", "saved.row_of_slot")
+    names = ("saved.group_start", "saved.slot_of_row", "saved.row_of_slot", *adapters)
     if not spec.recompute:
         names = ("saved.pre_activation", *names, *(() if shared is None else ("saved.shared_pre_activation",)))
-    names += adapters
     return names if shared is None or shared.gate is None else (*names, "saved.shared_gate")
 
 

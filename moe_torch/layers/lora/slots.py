@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ _FACTORS = ("a1", "b1", "a2", "b2")
 class LoRAParameters(torch.nn.Module):
     """The slots of a layer's adapters: parameters `a1`, `b1`, `a2`, `b2` of `LoRAFactors`, buffers `scale`, `ranks`.
 
-    All methods write in place, in the order of the stream, so captured graphs see the change.
+    All methods write in place, in the order of the stream, so captured graphs see the change. With experts on several
+    ranks, all of them call it with the same arguments, `reset` with equal seeds, and each keeps its experts' factors.
     """
 
     scale: torch.Tensor
@@ -34,6 +36,8 @@ class LoRAParameters(torch.nn.Module):
     def __init__(self, options: LoRA, spec: Any, like: torch.Tensor, gate_layout: str) -> None:
         super().__init__()
         self.options, self.gate_layout = options, gate_layout
+        #: This rank's part of an array of all experts `[E, ...]`, by the factor's name. None: all are here.
+        self.part_of: Callable[[str, Any], Any] | None = None
         #: The operator's options by the layer's, without and with dropout.
         self.options_of: dict[tuple[str, bool], str] = {}
         shapes = options.shapes(spec)
@@ -53,8 +57,31 @@ class LoRAParameters(torch.nn.Module):
             self._buffers[name] = moved_bytes(buffer, fn)
         return self
 
-    def present(self) -> dict[str, torch.Tensor]:
+    def present(self) -> dict[str, Any]:
         return {name: one for name in _FACTORS if (one := getattr(self, name)) is not None}
+
+    def share_out(self, exchange: Any, gate_layout: str | None) -> None:
+        """Keep the factors of this rank's experts. scale and ranks, and factors shared by all, stay whole."""
+        from moe_torch.layers import parallel
+        from moe_torch.layers.shards import Own
+
+        split, exchange.calls.shares_factors = exchange.parallel.split, self.options.shared
+        for name, wrong in (("dropout", self.options.dropout > 0), ("shared", self.options.shared)):
+            if wrong and split.size > 1:
+                raise Unsupported(f"lora.{name} cannot be had with experts split over a tensor axis; leave it out")
+        if self.options.shared:
+            return
+        held = exchange.held()
+        for name, array in self.present().items():
+            shared = parallel.share_out(exchange, ("in_out", gate_layout), name, array, 1)
+            setattr(self, name, parallel.as_parameter(shared, array.requires_grad))
+        self.part_of = lambda name, array: Own(array, None, parallel.cut_of(name, "in_out", gate_layout), split).taken(
+            array[held]
+        )
+
+    def _local(self) -> dict[str, Any]:
+        """What this rank holds of the factors."""
+        return {n: one.to_local() if hasattr(one, "to_local") else one for n, one in self.present().items()}
 
     @torch.no_grad()
     def reset(self, slot: int = 0, *, rank: int | None = None) -> None:
@@ -63,12 +90,17 @@ class LoRAParameters(torch.nn.Module):
         rank: None: that of the options.
         """
         rank = self.options.require_rank(self.options.rank if rank is None else rank)
-        slot = self.options.require_slot(slot)
-        for name, array in self.present().items():
+        slot, whole = self.options.require_slot(slot), self.present()
+        for name, array in self._local().items():
             array[slot].zero_()
             if name[0] == "a":
-                bound = array.shape[2] ** -0.5
-                array[slot, :, :, :rank].uniform_(-bound, bound)
+                bound, drawn = whole[name].shape[2] ** -0.5, array[slot, :, :, :rank]
+                if self.part_of is not None:
+                    # The numbers of one process with this seed.
+                    drawn = drawn.new_empty(*whole[name].shape[1:3], rank)
+                drawn.uniform_(-bound, bound)
+                if self.part_of is not None:
+                    array[slot, :, :, :rank] = self.part_of(name, drawn)
         self.scale[slot] = self.options.scale(rank)
         self.ranks[slot] = rank
 
@@ -87,10 +119,12 @@ class LoRAParameters(torch.nn.Module):
         rank = self.options.rank_of(factors, {name: tuple(one.shape) for name, one in present.items()})
         arrays = [(name, one) for name, one in named_fields(factors) if name != "seed"]
         given = {name: from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in arrays}
-        for array in present.values():
+        local = self._local()
+        for array in local.values():
             array[slot].zero_()
-        for name in present.keys() & given.keys():
-            one, to = given[name].to(present[name]), present[name][slot]
+        for name in local.keys() & given.keys():
+            own = given[name] if self.part_of is None else self.part_of(name, given[name])
+            one, to = own.to(local[name]), local[name][slot]
             (to[..., : one.shape[2]] if name[0] == "a" else to[:, : one.shape[1]]).copy_(one)
         self.scale[slot] = given["scale"].to(self.scale) if "scale" in given else self.options.scale(rank)
         self.ranks[slot] = given["ranks"].to(self.ranks) if "ranks" in given else rank
@@ -102,11 +136,15 @@ class LoRAParameters(torch.nn.Module):
 
     @torch.no_grad()
     def export(self, slot: int = 0) -> LoRAFactors:
-        """Copies of an adapter's factors, as `load` takes them. Waits for the device, which holds the rank."""
+        """Copies of an adapter's factors, as `load` takes them. Waits for the device, which holds the rank.
+
+        A collective for experts on several ranks.
+        """
         rank = int(self.ranks[self.options.require_slot(slot)].max())
         if not rank:
             raise InvalidInput(f"slot must hold an adapter, got the empty slot {slot}; load one first")
-        cut = {n: one[slot, :, :, :rank] if n[0] == "a" else one[slot, :, :rank] for n, one in self.present().items()}
+        whole = {n: one.full_tensor() if hasattr(one, "full_tensor") else one for n, one in self.present().items()}
+        cut = {n: one[slot, :, :, :rank] if n[0] == "a" else one[slot, :, :rank] for n, one in whole.items()}
         return LoRAFactors(
             **{name: one.clone() for name, one in cut.items()},
             scale=self.scale[slot].clone(),
@@ -137,7 +175,8 @@ class LoRAParameters(torch.nn.Module):
 
 
 def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_ids: Any, staged: bool) -> Any:
-    """The results of the operator for a layer with adapters. arrays: of the layer's operator, rows first."""
+    """The results of the operator for a layer with adapters, then the overflow or None. arrays: of the layer's
+    operator, rows first."""
     lora: LoRAParameters | None = layer._modules["lora"]
     if lora is None:
         raise InvalidInput("adapter_ids must be None for a layer without adapters, got ids; call add_lora first")
@@ -155,7 +194,19 @@ def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_id
     if adapter_ids.shape != x.shape[:-1]:
         shape, got = list(x.shape[:-1]), list(adapter_ids.shape)
         raise InvalidInput(f"adapter_ids must be int32 {shape} like the tokens of x, got {got}; pass one id per token")
-    return call(*adapted_call(layer, arrays, lora.bundle(), adapter_ids.reshape(-1)))
+    factors, ids = lora.bundle(), adapter_ids.reshape(-1)
+    if layer._modules["experts"].__dict__.get("exchange") is None:
+        return *call(*adapted_call(layer, arrays, factors, ids)), None
+    parts, experts = layer._parts(), layer.experts
+    router, shared = parts["router"], parts.get("shared_experts")
+    routing = RouterWeights(router.weight, router.bias, router.correction_bias)
+    spec = dataclasses.replace(layer.moe_spec, lora_dropout=0.0 if factors.seed is None else lora.options.dropout)
+    found = experts.moe(
+        arrays[0], experts.operands(), routing, spec, token_mask=arrays[layer._mask_place],
+        shared=None if shared is None else shared.operands(), lora=factors, adapter_ids=ids,
+    )  # fmt: skip
+    counts = found.tokens_per_expert, found.invalid_ids
+    return found.output, *counts, found.ids, found.weights, found.logits, found.overflow
 
 
 def adapted_call(

@@ -13,7 +13,7 @@ from moe_core.parallel.placement import Placement
 from moe_torch.bridge.options import require_instance
 from moe_torch.layers.listed import part_of
 from moe_torch.layers.moe import MoE
-from moe_torch.layers.parallel import LayerExchange
+from moe_torch.layers.parallel import LayerExchange, refuse_adapters
 from moe_torch.layers.placed import PlacedTensor
 from moe_torch.parallel.axes import ExpertParallel
 
@@ -24,6 +24,7 @@ class Share:
     def __init__(self, layer: MoE, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.experts: Any = layer._parts()["experts"]
         self.exchange: LayerExchange = self.experts.exchange
+        refuse_adapters(layer)
         self._optimizers = optimizers
         for name, array in self.arrays():
             placed = getattr(array, "placements", ())

@@ -147,6 +147,12 @@ def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights:
     return CountedRoutes(PeerCall.of(call, places), places, weights)
 
 
+def routes_of_adapters(call: ExchangeCall, brought: Brought) -> tuple[CountedRoutes, tuple[torch.Tensor, torch.Tensor]]:
+    """Routes that return results as rows, and tokens_per_expert `[E]` and invalid_ids `[1]`. A collective."""
+    places, invalid, counts = _places(call, brought.ids, brought.token_mask)
+    return CountedRoutes(PeerCall.of(call, places), places, brought.weights), (counts, invalid)
+
+
 def _places(
     call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -205,6 +205,14 @@ class CountedRoutes(Stored):
 
         return arrived
 
+    def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Once rows have arrived: every rank gets all ids, and finds those of its rows by their homes and slots."""
+        most = self.plan.brought
+        told = self.ranks.all_gather(torch.nn.functional.pad(ids, (0, most - len(ids))), "adapter ids").view(-1)
+        home, slot = self._sources.unbind(1)
+        at = home * most + slot // self.plan.top_k
+        return told[torch.where(self.ids.view(-1) < 0, 0, at).long()]
+
     def _take_routing(self) -> None:
         """Take the routing of rows, as copies if a backward needs it."""
         memory, training = self.memory, self.plan.training

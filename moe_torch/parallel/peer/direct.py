@@ -180,6 +180,9 @@ class DirectRoutes(Stored):
 
         return arrived
 
+    def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("adapters have counted routes")
+
     def results_at(self) -> torch.Tensor:
         return self._constants.results_at
 
