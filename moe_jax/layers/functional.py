@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from jax.core import Tracer
 
 from moe_core.base import dtypes
 from moe_core.base.target import Target
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.layers import MAXTEXT, LayerPart, LoRA, MoEAux, MoELayerSpec
 from moe_core.layers.plans import explain_layer, layer_plans
@@ -81,7 +82,8 @@ def forward(
             and every automatic axis.
         parameter_specs: PartitionSpecs in the structure of parameters. jit hides the splits over automatic axes.
             Splits that it lacks are gathered by XLA.
-        adapters: of the experts, for layers that run as one op, with every expert on each device.
+        adapters: of the experts, for layers that run as one op. Inside a `jax.shard_map`, factors are of all experts or
+            of this rank's, and scale and ranks of all.
 
     Raises InvalidInput, Unsupported.
     """
@@ -100,27 +102,19 @@ def forward(
     _check_x(x, spec)
     if adapters is not None:
         adapters = adapters.of(x)
-        _refuse_ranks(axis)
     if ranks is None or isinstance(ranks, Ranks):
         return _local(parameters, layer_index, by_token, ranks, adapters=adapters, **options)
     if axis is not None and (more := tokens_to_add(x, spec, axis, ranks)):
-        given = {"expert_axis": axis, "parameter_specs": parameter_specs, "layer_index": layer_index}
+        given: Any = {"expert_axis": axis, "parameter_specs": parameter_specs, "layer_index": layer_index}
+        if adapters is not None:
+            longer = jnp.pad(adapters.ids.reshape(-1), (0, more), constant_values=-1)
+            given["adapters"] = dataclasses.replace(adapters, ids=longer)
         call = functools.partial(forward, parameters, **given, **options)
         return of_more_tokens(call, by_token, more, return_aux)
     division = divide(spec, ranks, parameters, x, axis, token_axes, parameter_specs)
     if layer_index is not None:
         require_layer(layer_index, find(parameters, division.parts[0].leaf.path).shape[0])
-    if adapters is not None:
-        _refuse_ranks(division.axis)
     return over_mesh(_local, division, (parameters, layer_index, adapters), by_token, options)
-
-
-def _refuse_ranks(axis: ExpertAxis | None) -> None:
-    if axis is not None:
-        raise Unsupported(
-            f"expert_axis must be None for a layer with adapters, got {axis.name!r}: their rows do not travel; keep "
-            "the experts whole on every device"
-        )
 
 
 def _local(

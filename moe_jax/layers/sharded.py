@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoEAux, MoELayerSpec
 from moe_core.parallel import Placement
+from moe_core.specs.operands import LoRAFactors, named_fields
 from moe_jax.bridge.mesh import Names, Split, as_names, free_axes, mesh_of, opened, seeded_here, spec_of, split_tokens
 from moe_jax.bridge.moves import is_hidden, stays
 from moe_jax.layers.parameters import Leaf, Parameters, find, is_prepacked, leaves, nested
@@ -319,13 +320,24 @@ def over_mesh(
     inputs = {name: array for name, array in by_token.items() if array is not None}
     if not split.is_known:
         inputs["x"] = stays(x, rows, "x", "name its axes by token_axes or logical rules, or reshard it")
-    of_adapters = adapters and dataclasses.replace(adapters, factors=P(), ids=rows)
+    of_adapters = adapters and dataclasses.replace(adapters, factors=_of_factors(adapters.factors, division), ids=rows)
     arguments = (parameters, specs), (layer_index, P()), (adapters, of_adapters), (inputs, rows)
     result = opened(local, split, (rows, MoEAux(**fields)) if return_aux else rows, *arguments)
     if not return_aux:
         return result
     y, aux = result
     return y, _by_batch(aux, lambda one: _flat(one, split))
+
+
+def _of_factors(factors: LoRAFactors, division: Division) -> LoRAFactors:
+    """Factors are split with their experts where the axis divides them, scale and ranks are whole."""
+    axis, experts = division.axis, factors.scale.shape[1]
+    splits = axis is not None and experts % division.split.mesh.shape[axis.name] == 0
+    specs = {
+        name: P(None, axis.name) if axis and splits and name[0] in "ab" and one.shape[1] == experts else P()
+        for name, one in named_fields(factors)
+    }
+    return dataclasses.replace(factors, **specs)
 
 
 def _flat(array: jax.Array, split: Split) -> jax.Array:

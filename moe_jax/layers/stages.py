@@ -103,8 +103,8 @@ class _Experts:
     ) -> MoEOutput | ParallelOutput:
         if self.group is None:
             return ops.moe(x, experts, routing, spec, token_mask=token_mask, shared=shared, **lora)
-        assert not lora
-        return run(x, experts, routing, spec, self.group, token_mask, shared)
+        adapters = (lora["lora"], lora["adapter_ids"]) if lora else None
+        return run(x, experts, routing, spec, self.group, token_mask, shared, adapters)
 
     def kept(self, rank: jax.Array, ids: jax.Array, spec: MoELayerSpec, counts: jax.Array) -> jax.Array:
         """Within all ranks' capacity. rank: the slot's number among its expert's here."""

@@ -14,12 +14,13 @@ from moe_core.parallel import ExchangeSpec, ParallelOutput, Placement, plan_exch
 from moe_core.parallel.operands import require_given, require_scores
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs import MoESpec, Tuning
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.autodiff.moe import plain_top_k
 from moe_jax.bridge.calls import Array, OpCall, int32_ids, require_array, require_type
 from moe_jax.parallel import exchange as arithmetic
+from moe_jax.parallel.adapters import adapters_here, push_ids
 from moe_jax.parallel.collectives import AxisName, varying_over
 from moe_jax.parallel.dense import shared_output
 from moe_jax.parallel.function import combine, dispatch, untrained, used
@@ -41,6 +42,8 @@ def moe(
     exchange: ExchangeSpec = PLAIN_EXCHANGE,
     token_mask: Array | None = None,
     tensor_axis: str | None = None,
+    lora: LoRAFactors | None = None,
+    adapter_ids: Array | None = None,
 ) -> ParallelOutput:
     """Run `moe_jax.moe` over the ranks of a mesh axis, which share the experts, inside `jax.shard_map`.
 
@@ -61,6 +64,10 @@ def moe(
         tensor_axis: a second mesh axis. Its ranks have separate tokens and slices of the experts from
             `moe_core.parallel.tensor.split_experts`, but the whole down_bias. Results are sums over it in rank order,
             not bitwise equal to one device.
+        lora: adapters. Factors are of this rank's experts, `[S, L, ...]`, or shared by all; scale and ranks are of all
+            E experts. With a tensor_axis, the slices of `moe_core.parallel.tensor.split_factors`. Dropout has a mask
+            for each rank's rows.
+        adapter_ids: int32 `[T]`, with lora: the adapter of each token here, -1 = none.
 
     Returns:
         a ParallelOutput. Its `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them
@@ -72,7 +79,10 @@ def moe(
     """
     require_type("placement", placement, Placement)
     require_type("exchange", exchange, ExchangeSpec)
-    return run(x, experts, routing, spec, group_of(axis_name, placement, exchange, tensor_axis), token_mask)
+    if lora is None and adapter_ids is not None:
+        raise InvalidInput("adapter_ids must be None without lora, got an array; pass lora too")
+    group, adapters = group_of(axis_name, placement, exchange, tensor_axis), lora and (lora, adapter_ids)
+    return run(x, experts, routing, spec, group, token_mask, adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,7 @@ def run(
     group: Group,
     token_mask: Any = None,
     shared: SharedExpert | None = None,
+    adapters: tuple[LoRAFactors, Any] | None = None,
 ) -> ParallelOutput:
     require_type("spec", spec, MoESpec)
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
@@ -143,6 +154,7 @@ def run(
     x = varying_over(x, axis_name)
     x = x if tensor is None else varying_over(x, tensor)
     tokens = x.shape[0] * size
+    here = adapters and adapters_here(adapters, mask, x.shape[0], (placement, axis_name, size))
     # The gradient of x adds other parts before the slots.
     scored = isinstance(routing, RouterWeights)
     *others, wide = used(x, 1 + (shared is not None) + scored, jnp.float32)
@@ -153,18 +165,23 @@ def run(
     if logits is not None:
         require_scores(logits.shape, x.shape[0], placement)
     plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
-    brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask)
+    brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask, here and here.ids)
     if tensor is not None:
         brought, experts = gathered(tensor, brought), bias_once(tensor, experts)
     sent = sent_out(group, brought, tokens)
     places, invalid_ids, sizes, routes = sent.places, sent.invalid_ids, sent.sizes, sent.routes
     if placement.has_replicas:
         experts = jax.tree.map(untrained, experts)
+    lora: Any = {}
+    if here is not None and brought.adapter_ids is not None:
+        factors = jax.tree.map(untrained, here.lora) if placement.has_replicas else here.lora
+        lora = {"lora": factors, "adapter_ids": push_ids(sizes, routes, brought.adapter_ids)}
+    owner = group.owner(spec, tokens * ids.shape[1])
     with unwatched():
-        result = ops.moe(sent.rows, experts, TopK(routes.ids, sent.weights), group.owner(spec, tokens * ids.shape[1]))
+        result = ops.moe(sent.rows, experts, TopK(routes.ids, sent.weights), owner, **lora)
     dense: tuple[Any, Any] = (None, None)
     if shared is not None:
-        dense = shared_output(x, others[0], experts, shared, whole)
+        dense = shared_output(x, others[0], experts, shared, dataclasses.replace(whole, lora_dropout=0.0))
     dtype = spec.out_dtype or x.dtype.name
     output: Any = None
     if tensor is None:
@@ -173,6 +190,7 @@ def run(
         parts = combine(sizes, "float32", routes, result.output, None, None)
         output = total(tensor, x.dtype.name, dtype, parts, *dense)
         places, invalid_ids = arithmetic.physical_ids(ids, placement, token_mask=mask)
+    invalid_ids = invalid_ids if here is None else invalid_ids + here.invalid
     counts = jnp.zeros(placement.num_experts, jnp.int32)
     counts, chosen = varying_alike((counts, jnp.where(places < 0, placement.num_experts, ids)))
     counts = counts.at[chosen].add(1, mode="drop")

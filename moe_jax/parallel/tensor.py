@@ -17,13 +17,15 @@ from moe_jax.autodiff.paired import paired
 
 
 class Brought(NamedTuple):
-    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask."""
+    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask, and
+    adapter_ids int32 `[T]`."""
 
     x: jax.Array
     wide: jax.Array
     ids: jax.Array
     weights: jax.Array
     token_mask: jax.Array | None
+    adapter_ids: jax.Array | None = None
 
 
 def size_of(axis: str | None) -> int:
@@ -44,7 +46,9 @@ def gathered(axis: str, brought: Brought) -> Brought:
     ids = brought.ids if brought.token_mask is None else jnp.where(brought.token_mask[:, None], brought.ids, -1)
     x, ids = _gather_all(axis, brought.x, ids)
     around = _around((axis,), (brought.wide, brought.weights), (x,))
-    return Brought(x, around[0], ids, around[1], None)
+    adapters = brought.adapter_ids
+    (adapters,) = (None,) if adapters is None else _gather_all(axis, adapters)
+    return Brought(x, around[0], ids, around[1], None, adapters)
 
 
 def _around_back(axis: str, arguments: Any, d_wide: jax.Array, d_weights: jax.Array) -> Any:
