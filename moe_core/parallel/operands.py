@@ -94,5 +94,5 @@ def require_adapters(lora: Any, adapter_ids: Any, tokens: int, placement: Placem
 
 
 def held_columns(placement: Placement, rank: int, count: int) -> tuple[int, ...]:
-    """The experts of a rank's first places, in arrays of all experts; an empty place, without rows, reads expert 0."""
+    """The experts of a rank's first places, in arrays of all experts. An empty place reads expert 0."""
     return tuple(0 if expert == HOLE else expert for expert in placement.owners[rank][:count])

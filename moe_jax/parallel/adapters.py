@@ -48,5 +48,5 @@ def adapters_here(
 
 
 def push_ids(sizes: Sizes, routes: Routes, ids: jax.Array) -> jax.Array:
-    """Ids of tokens at home int32 `[T]` to those of rows at their owners `[R]`."""
+    """Send ids of tokens int32 `[T]` to their owners. Returns the ids of rows there, `[R]`."""
     return push(sizes, routes, ids[:, None].astype(jnp.float32))[:, 0].astype(jnp.int32)  # fp32, as rows are

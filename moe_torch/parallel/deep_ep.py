@@ -131,7 +131,12 @@ class BufferRoutes:
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
         rows = ids.new_zeros(len(ids), _columns(self.call) // 2)
         rows[:, 0] = ids
-        return self.start_push(rows.view(torch.bfloat16), "adapter ids")().contiguous().view(torch.int32)[:, 0]
+        return (
+            self.start_push(rows.view(torch.bfloat16), "adapter ids")()
+            .contiguous()
+            .view(torch.int32)[:, 0]
+            .contiguous()
+        )
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         assert rows is not None, "owners return their results"

@@ -80,7 +80,7 @@ class LoRAParameters(torch.nn.Module):
         )
 
     def _local(self) -> dict[str, Any]:
-        """What this rank holds of the factors."""
+        """The factors of this rank."""
         return {n: one.to_local() if hasattr(one, "to_local") else one for n, one in self.present().items()}
 
     @torch.no_grad()

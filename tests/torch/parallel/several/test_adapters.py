@@ -154,6 +154,15 @@ def test_the_bits_of_one_device(ranks: Pool, way: ExchangeSpec) -> None:
             require_alone(parts, alone, problem, fault)
 
 
+def test_a_deep_ep_buffer(ranks: Pool) -> None:
+    way, placement = ExchangeSpec(rows="slots", transport="deep_ep"), placement_of("linear", 6, 2)
+    for tokens in ((5, 3), (4, 3)):
+        problem = draw_problem(4, placement, tokens, 2, "random", "bfloat16", PLAIN, sizes=(32, 8))
+        lora, ids = draw_lora(problem)
+        parts = ranks.call(run_rank, [(problem, way, lora, ids, None)] * 2)
+        require_alone(parts, run_alone(problem, lora, ids), problem, str(way))
+
+
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
 def test_experts_split_over_a_tensor_axis(ranks: Pool, tokens: str) -> None:
     """Nearly one device: parts of low2 are rounded on their ranks. Whole factors get the sum of parts."""
