@@ -11,6 +11,7 @@ disturb less.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -102,8 +103,8 @@ def jax_block(spec: MoELayerSpec, layers: int, tokens: int, every: int, inside: 
         value, gradients = jax.value_and_grad(loss)(model, x)
         return updated(model, gradients), value
 
-    @jax.jit
-    def observed(model: Any, x: Any, due: Any) -> Any:
+    @functools.partial(jax.jit, static_argnames="due")
+    def observed(model: Any, x: Any, due: bool) -> Any:
         (_, seen), gradients = jax.value_and_grad(observe(loss), has_aux=True)(model, x)
         return updated(model, gradients), (seen, gradient_norms(gradients, due))
 

@@ -48,11 +48,14 @@ def names_key(text: str, key: str) -> bool:
 
 def run_exported(folder: pathlib.Path, with_plans: bool) -> subprocess.CompletedProcess[str]:
     """Run an exported program in a fresh process on the CPU."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-c", RUN_EXPORTED, str(folder), str(with_plans)]
+    return run_program(RUN_EXPORTED, folder, with_plans)
+
+
+def run_program(source: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same with the source of a program."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [sys.executable, "-c", source, *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -247,10 +250,7 @@ def test_buckets_in_one_file_pad_and_run_in_another_process(tmp_path: pathlib.Pa
         np.savez(tmp_path / "in.npz", x=x, **named)
         wanted, aux = layers.forward(parameters, x, spec, return_aux=True)
         slope = jax.grad(lambda parameters: layers.forward(parameters, x, spec).sum())(parameters)["wo"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    files = (str(tmp_path / name) for name in ("program.zip", "in.npz", "out.npz"))
-    command = [sys.executable, "-c", RUN_BUCKETS, *files]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program(RUN_BUCKETS, *(tmp_path / name for name in ("program.zip", "in.npz", "out.npz")))
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "out.npz")
     for name, value in {"y": wanted, "slope": slope, "counts": aux.tokens_per_expert}.items():
