@@ -36,9 +36,13 @@ class Dropout:
         """32 bits below it drop their element."""
         return min(round(self.probability * 2**32), 2**32 - 1)
 
+    @property
+    def mask(self) -> str | None:
+        """`masked`, None where nothing is dropped."""
+        return self.masked if self.probability else None
+
     def constants(self) -> dict[str, Argument]:
-        masked = self.masked if self.probability else None
-        return passed(THRESHOLD=self.threshold if masked else 0, MASKED=masked, SALT=SALTS[masked])
+        return passed(THRESHOLD=self.threshold if self.mask else 0, MASKED=self.mask, SALT=SALTS[self.mask])
 
 
 @plan_type
@@ -81,7 +85,7 @@ def adapter_inputs(adapters: Adapters, *, ranks: bool = False, scale: bool = Fal
     return {
         "scale": ArraySpec(by_expert, "float32") if scale else None,
         "ranks": ArraySpec(by_expert, "int32") if ranks else None,
-        "seed": ArraySpec((1,), "int32") if adapters.dropout.probability and adapters.dropout.masked else None,
+        "seed": ArraySpec((1,), "int32") if adapters.dropout.mask else None,
         "virtual_start": ArraySpec((adapters.virtual.num_experts + 1,), "int32"),
         "slot_of_row": ArraySpec((layout.capacity,), "int32"),
     }

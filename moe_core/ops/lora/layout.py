@@ -27,6 +27,7 @@ def plan_adapter_layout(
     expert_map: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
     block_ms: tuple[int, ...] = (),
+    tile_counters: int = 0,
 ) -> LaunchPlan:
     """`plan_layout` of routing.ids with an expert's rows sorted by adapter, those without one first, then by slot.
 
@@ -72,10 +73,20 @@ def plan_adapter_layout(
 
         function, made = function_name(twins.virtual_ids), ("virtual", "block_invalid")
         builder.add_reference(ReferenceCall(function, tuple(present.items()), (("adapters", adapters),), made))
-    plan = plan_layout(builder.spec("virtual"), virtual, target, token_mask=token_mask, given_weights=routing.weights)
+    plan = plan_layout(
+        builder.spec("virtual"),
+        virtual,
+        target,
+        token_mask=token_mask,
+        given_weights=routing.weights,
+        tile_counters=tile_counters,
+    )
+    if tile_counters:
+        builder.output("tile_counters", plan.spec("tile_counters"))
     bindings = {"ids": "virtual", "group_sizes": "virtual_sizes", "group_start": "virtual_start"}
     bindings |= {"slot_of_row": "slot_of_row", "row_of_slot": "row_of_slot", "invalid_ids": "virtual_invalid"}
     bindings |= {"given_weights": "given_weights", "row_weight": "row_weight"} if routing.weights is not None else {}
+    bindings |= {"tile_counters": "tile_counters"} if tile_counters else {}
     roles = {"group_sizes": Role.VIRTUAL_SIZES, "group_start": Role.VIRTUAL_START}
     builder.call(plan, "virtual", bindings, roles)
     names = ("virtual_start", "virtual_invalid", "block_invalid", "group_sizes", "group_start", "invalid_ids")

@@ -35,7 +35,7 @@ class Tail:
         return self.adapters.sides(self.factor)[1]
 
     def describe(self, builder: PlanBuilder) -> None:
-        order = "then ranks" if not self.adapters.dropout.masked else "then the masked sum of ranks"
+        order = "then ranks" if not self.adapters.dropout.mask else "then the masked sum of ranks"
         builder.sums(f"{order} of each row's adapter in blocks of {BLOCK_R}, in order, in the same accumulator")
 
 

@@ -8,6 +8,7 @@ from moe_core.base import ArraySpec, Target, keep_plans
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, quantized_specs
 from moe_core.ops.matmul.arguments import fill_absent, zero_counters
+from moe_core.ops.matmul.families import families_for, why_not
 from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice, choose_tile, given_tile
 from moe_core.ops.routing.layout import add_schedule
@@ -97,7 +98,10 @@ def plan_product(problem: MatmulProblem, tile: TileChoice | None, stage: int | N
 def add_notes(builder: PlanBuilder, problem: MatmulProblem, tile: TileChoice) -> None:
     shape = f", {problem.d} x {problem.n}" if problem.out_format is None else ""
     if problem.tail is not None and problem.target.on_gpu:
-        builder.note("low-rank tails run in the families portable and quantized only")
+        for family in families_for(problem):
+            reason = None if family is tile.family else why_not(family, problem) or family.why_not_chosen(problem)
+            if reason is not None:
+                builder.note(f"its tail of adapters is not the {family.name} family's: {reason}")
     builder.note(f"{tile.config} for {problem.rows} rows, {problem.expected_groups} experts{shape}; {tile}")
 
 

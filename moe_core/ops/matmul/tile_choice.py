@@ -109,7 +109,7 @@ def _measured(problem: MatmulProblem, tuning: MatmulTuning) -> TileChoice | None
     key = tile_key(problem)
     for origin, table in (("tuning.table", tuning.table), ("the shipped table", shipped_table(target.arch))):
         config = None if table is None else table.find(key, target.arch)
-        if config is not None and (problem.tail is None or family_of(config, problem).adds_tail):
+        if config is not None and (problem.tail is None or why_illegal(config, problem) is None):
             _require_legal(config, problem, f"the entry of {origin}", "measure again with moebius-tune")
             family = family_of(config, problem)
             # An entry that does not store the outputs was measured for others.

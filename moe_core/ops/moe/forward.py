@@ -285,7 +285,7 @@ class _MoEPlanner:
         """Add the layout and any routing, in fewer launches than two plans."""
         builder, routing = self.builder, self.routing
         if self.stages is not None:
-            self._adapter_layout(self.stages, ids, layout, block_ms)
+            self._adapter_layout(self.stages, ids, block_ms, counters)
             return
         bindings = {"ids": ids, "invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         if isinstance(routing, TopK):
@@ -320,7 +320,7 @@ class _MoEPlanner:
             bindings[name] = builder.scratch(name, plan.spec(name))
         builder.call(plan, "layout" if isinstance(routing, TopK) else "routing", bindings)
 
-    def _adapter_layout(self, stages: LoRAStages, ids: str, layout: LayoutSpec, block_ms: tuple[int, ...]) -> None:
+    def _adapter_layout(self, stages: LoRAStages, ids: str, block_ms: tuple[int, ...], counters: int) -> None:
         builder, routing, spec = self.builder, self.routing, self.spec
         given = "routing.weights" if isinstance(routing, TopK) and builder.has("row_weight") else None
         if not isinstance(routing, TopK):
@@ -332,7 +332,7 @@ class _MoEPlanner:
             builder.call(plan, "routing", {"logits": logits, "ids": "ids", "weights": "weights"})
         bindings = {"invalid_ids": "invalid_ids"} | dict(named_arrays(self.arrays))
         bindings |= {} if given is None else {"row_weight": "row_weight"}
-        options = {"expert_map": self.expert_map, "token_mask": self.token_mask}
+        options = {"expert_map": self.expert_map, "token_mask": self.token_mask, "tile_counters": counters}
         stages.add_layout(ids, given, bindings, options, block_ms)
 
     def _reduce(self, slots: str, order: str, layout: LayoutSpec) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.base import ArraySpec, Target, dtypes, require_spec
 from moe_core.errors import InvalidInput, Unsupported
@@ -119,17 +120,19 @@ class LoRAStages:
         ids: str,
         given: str | None,
         bindings: dict[str, str],
-        options: dict[str, ArraySpec | None],
+        options: dict[str, Any],
         block_ms: tuple[int, ...],
     ) -> None:
-        """given: the weights that become fp32. bindings: of the layout's outputs. options: expert_map, token_mask."""
+        """given: the weights that become fp32. bindings: of the layout's outputs. options: of `plan_adapter_layout`."""
         builder = self.builder
         routing = TopK(builder.spec(ids), builder.spec_of(given))
         plan = plan_adapter_layout(routing, self.adapters(), self.target, block_ms=block_ms, **options)
         bindings |= {"ids": ids, "ranks": "lora.ranks"} | ({} if given is None else {"given_weights": given})
         bindings |= {name: self.prefix + name for name in ("virtual_sizes", "virtual_start")}
         names = [f"schedule_{block_m}" for block_m in block_ms]
-        for name in (*names, *(["virtual_schedule"] if self.target.compiled else [])):
+        names += ["virtual_schedule"] if self.target.compiled else []
+        names += ["tile_counters"] if options["tile_counters"] else []
+        for name in names:
             bindings[name] = builder.scratch(name, plan.spec(name))
         builder.call(plan, "adapter layout", bindings)
 

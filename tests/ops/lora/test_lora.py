@@ -14,12 +14,13 @@ from moe_core.ops.lora.adapters import Dropout
 from moe_core.ops.lora.reference import kept
 from moe_core.ops.matmul.reference.forward import Product
 from moe_core.ops.matmul.reference.rows import Rows
-from moe_core.ops.moe.backward import gradient_names
+from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.moe.options import ForwardOptions
-from moe_core.specs import Activation, MoESpec, Tuning
-from moe_core.specs.operands import TopK
+from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
+from moe_core.specs import Activation, MoESpec, TileConfig, Tuning
+from moe_core.specs.operands import OutputGradients, TopK
 from tests.support.harness import H200, engine_target
+from tests.support.matmul.sm90 import needs_sm_90
 from tests.support.training.lora import PAIRS, Problem, draw, effective, oracle
 
 REFERENCE = Target("reference")
@@ -270,14 +271,60 @@ def test_gradients_of_the_base_are_computed_only_if_wanted() -> None:
     assert {f"d_lora.{name}" for name in PAIRS} < set(names) and not {"d_lora.scale", "d_adapter_ids"} & set(names)
 
 
-def test_a_gpu_runs_the_products_with_tails_on_portable_kernels() -> None:
-    problem = draw(MoESpec(OAI), sizes=(128, 128, 4, 2), tokens=512, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("tokens", "dropout", "kernels", "reason"),
+    [
+        (512, 0.0, {"sm90": 4}, "not the sm90"),
+        (16, 0.0, {"portable": 4}, "it wins from 48 rows per expert"),
+        (512, 0.5, {"sm90": 2, "portable": 2}, "dropout masks what its tail of adapters adds"),
+    ],
+    ids=str,
+)
+def test_explain_says_which_kernels_add_tails(
+    tokens: int, dropout: float, kernels: dict[str, int], reason: str
+) -> None:
+    problem = draw(MoESpec(OAI, lora_dropout=dropout), sizes=(128, 128, 4, 2), tokens=tokens, dtype="bfloat16")
     specs = problem.specs
-    options = ForwardOptions(lora=specs.lora, adapter_ids=specs.adapter_ids)
-    plan = plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=options)
-    text = plan.explain()
-    assert text.count("low-rank tails run in the families portable and quantized only") == 2
-    assert "then ranks of each row's adapter" in text and text.count("portable.kernel:matmul_ogs") == 2
+    options = ForwardOptions(save=True, lora=specs.lora, adapter_ids=specs.adapter_ids)
+    gradients = OutputGradients(specs.x)
+    plans = (
+        plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=options),
+        plan_moe_backward(gradients, specs, problem.spec, H200, options=BackwardOptions(("d_x",))),
+    )
+    names = [step.kernel.name for plan in plans for step in plan.steps if "matmul_ogs" in step.kernel.name]
+    assert {name: sum(f".{name}." in one for one in names) for name in kernels} == kernels
+    text = "".join(plan.explain() for plan in plans)
+    assert (reason in text) == ("sm90" not in kernels or dropout > 0) and "then ranks of each row's adapter" in text
+
+
+#: A tile of the Hopper kernel has several adapters, or its experts few rows. One adapter has inf and NaN.
+ON_HOPPER = {
+    "pairs": (OAI, {"tokens": 301, "ranks": (3, 16, 1), "factor_dtype": "float32"}),
+    "halves, many ranks": (Activation("silu"), {"tokens": 641, "ranks": (8, 64, 33, 0), "padded": 64}),
+    "separate, shared": (SEPARATE, {"tokens": 90, "ranks": (5, 16), "shared": True}),
+    "one token": (OAI, {"tokens": 1}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_hopper_kernels_have_the_bits_of_portable_ones(name: str) -> None:
+    needs_sm_90()
+    activation, options = ON_HOPPER[name]
+    small, target = TileConfig(64, 64, 64, 4, 3), engine_target()
+    spec = MoESpec(activation, tuning=Tuning(expected_tokens=65536))
+    problem = draw(spec, sizes=(320, 192, 8, 2), dtype="bfloat16", **options)
+    tuning = Tuning(matmul_1=small, matmul_2=small, expected_tokens=32)
+    portable = dataclasses.replace(problem, spec=MoESpec(activation, tuning=tuning))
+    made, wanted = check(problem, target), check(portable, target)
+    assert all(made[name].tobytes() == wanted[name].tobytes() for name in made)
+    base = problem.forward(target, lora=False)["output"]
+    none = effective(problem) < 0
+    assert made["output"][none].tobytes() == base[none].tobytes()
+    problem.lora.b1[1, :, 0, 5], problem.lora.b2[1, :, 0, 7] = np.nan, np.inf
+    spoiled, mine = problem.forward(target)["output"], problem.adapter_ids == 1
+    assert spoiled[~mine].tobytes() == made["output"][~mine].tobytes()
+    assert np.isnan(spoiled[mine].astype(np.float32)).all()
 
 
 BAD = {

@@ -43,6 +43,8 @@ COMMON = {
 }  # fmt: skip
 PLAIN = {**COMMON, "D": 192, "N": 128, "X_STRIDE": 192, "TRUSTED": True, "UP_BIAS_LAYER_STRIDE": 0, "row_weight": None}
 
+TAIL = {"tail_low": OPAQUE, "TAIL_SLOTS": 8, "TAIL_RANK": 64, "TAIL_R_STRIDE": 1, "TAIL_N_STRIDE": 64}
+
 
 def dense(height: int, **options: Any) -> dict[str, Any]:
     """Arguments of products of bf16 weights."""
@@ -58,6 +60,8 @@ def dense(height: int, **options: Any) -> dict[str, Any]:
     }
     if height == 192:
         del chosen["pre"]
+    elif height == 128:
+        chosen.setdefault("tail_low", None)
     return {**PLAIN, **layout(height), "WEIGHT_N": 256 if halves else 128, **chosen}
 
 
@@ -107,6 +111,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gathered": (matmul_ogs, dense(128, GATHER="token", GATE_LAYOUT="interleaved", bias=None, up_bias=None)),
     "no activation": (matmul_ogs, dense(128, GATE_LAYOUT=None, ACTIVATION=None, STAGES=4, SCATTER="slot")),
     "pre-activation": (matmul_ogs, dense(128, pre=OPAQUE)),
+    "tail": (matmul_ogs, dense(128, **TAIL)),
+    "tail, gathered": (matmul_ogs, dense(128, GATHER="token", IN_OUT=False, STAGES=2, **TAIL)),
     "tall": (matmul_tall, dense(192)),
     "tall, gathered": (matmul_tall, dense(192, GATHER="token", IN_OUT=False, STAGES=2)),
     "tall, no activation": (matmul_tall, dense(192, GATE_LAYOUT=None, ACTIVATION=None, SCATTER="slot")),
@@ -170,6 +176,13 @@ FAULTS = (
     ("halves", OpFault("tiles.left.index(2 * stage + 1)", "tiles.left.index(2 * stage)"), Race),
     ("gathered", OpFault("fence_async_shared()", "pass"), Race),
     ("gathered", OpFault("async_copy.mbarrier_arrive(ready, increment_count=False)", "pass"), Hang),
+    ("tail", OpFault("        fence_async_shared()\n        barrier()\n", "        barrier()\n"), Race),
+    (
+        "tail",
+        OpFault("        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)\n        upper", "        upper"),
+        Race,
+    ),
+    ("tail, gathered", OpFault("1 + 32 * gl.num_warps() if pipeline.COPIED else 1", "1"), Hang),
     ("tall", OpFault("num_outstanding=2", "num_outstanding=4"), Race),
     ("tall, gathered", OpFault("CHUNKS * stage + chunk", "CHUNKS * stage + chunk // 2"), Race),
     ("swapped", OpFault("tma.store_wait(1)", "tma.store_wait(2)"), Race),

@@ -24,6 +24,7 @@ from moe_core.ops.matmul import forward as matmul_ogs
 from moe_core.ops.matmul import grouped
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
+from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
 from moe_core.ops.matmul.tile_choice import heuristic_tile
@@ -63,6 +64,8 @@ NUM_SMS, GFX942 = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}, "gfx942"
 SPILLED = {MATMUL_FP8.name: 64}
 #: The same of prepacked integers: what a loop does not change, put away around it or once in a turn of several steps.
 SPILLED_OF_INTEGERS = {MATMUL_MIXED_INPUT.name: 16, MATMUL_FEW_ROWS.name: 16}
+#: The same of tails of adapters: addresses that a tile reads once.
+SPILLED_OF_TAILS = {SM90_MATMUL_OGS.name: 24}
 #: The same where kernels are not tuned: an integer product of 16 rows on sm_80, and single addresses.
 FEW = 72
 #: Modules of kernels that use TMA and wgmma.
@@ -132,6 +135,7 @@ class Record:
         if self.registers * self.num_warps * 32 > 65536:
             found.append(f"{self.registers} registers in {self.num_warps} warps exceed the 65536 of a multiprocessor")
         spilled = SPILLED_OF_INTEGERS if " ELEMENT=uint" in self.label else SPILLED
+        spilled = SPILLED_OF_TAILS if "TAIL_RANK=" in self.label and "TAIL_RANK=0" not in self.label else spilled
         if self.stack_bytes > max(spilled.get(self.kernel, 0), 0 if self.arch == "90" else FEW):
             found.append(f"{self.stack_bytes} bytes of registers spilled per thread")
         if self.arch == "90" and self.many_rows and not self.has_wgmma:

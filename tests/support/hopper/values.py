@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from fractions import Fraction
 from typing import Any
 
 from tests.support.hopper.machine import Machine, Race
@@ -77,6 +78,8 @@ class Shared:
 
     #: Of its elements, whose values nobody looks at.
     dtype = OPAQUE
+    #: Of reinterpreted memory, along its first axis.
+    parts: int | None = None
 
     def __init__(self, machine: Machine, name: str, shape: list[int], itemsize: int) -> None:
         self.machine, self.name, self.itemsize = machine, name, itemsize
@@ -95,10 +98,21 @@ class Shared:
 
     def index(self, place: int) -> Shared:
         """One along the first axis."""
+        if self.parts is not None:
+            part, axis = self.reinterpret(None, [1]), self.dims[0]
+            start, stop = self.ranges[axis]
+            size = Fraction(stop - start, self.parts)
+            if not 0 <= place < self.parts:
+                raise Race(f"{self.name} has {self.parts} parts, got {place}")
+            ends = (start + place * size, start + (place + 1) * size)
+            part.ranges = tuple(ends if i == axis else pair for i, pair in enumerate(self.ranges))
+            return part
         return self._part(0, int(place), int(place) + 1, True)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
-        """Some along an axis."""
+        """Some along an axis. Of reinterpreted memory all."""
+        if self.parts is not None:
+            return self
         return self._part(dim, int(start), int(start) + int(length), False) if known(start, length) else self
 
     def permute(self, order: list[int]) -> Shared:
@@ -108,9 +122,12 @@ class Shared:
         part.dims = tuple(self.dims[axis] for axis in order)
         return part
 
-    def reinterpret(self, *_arguments: Any) -> Shared:
-        """The same memory."""
-        return self
+    def reinterpret(self, _dtype: Any, shape: list[int], *_layout: Any) -> Shared:
+        """The same memory, in equal parts along its first axis."""
+        part = object.__new__(Shared)
+        part.__dict__.update(self.__dict__)
+        part.parts = int(shape[0]) if known(shape[0]) else 1
+        return part
 
     _reinterpret = reinterpret
 

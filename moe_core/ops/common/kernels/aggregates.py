@@ -91,4 +91,7 @@ Output = aggregate_of(
 #: An array to store pieces of tiles to. WIDTH: columns of a row. END: the column to stop at, as in map.
 Target = aggregate_of("Target", "array map WIDTH END SCATTER TRUSTED")
 
-Product = aggregate_of("Product", "x weights layout schedule tiles pipeline epilogue output scales", scales=None)
+#: tail: of adapters (`ops.lora.kernels.tail`).
+Product = aggregate_of(
+    "Product", "x weights layout schedule tiles pipeline epilogue output scales tail", scales=None, tail=None
+)

@@ -7,17 +7,8 @@ factor_gradient: gradient[adapter, e] = cast(sum over its rows of left row^T . r
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.rows import source_rows
 from moe_core.ops.lora.kernels.dropout import kept
-
-
-@triton.jit
-def source_row(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
-    if GATHER == "row":
-        return rows
-    elif GATHER == "slot":
-        return slots.to(tl.int64)
-    else:
-        return (slots // TOP_K).to(tl.int64)
 
 
 @triton.jit
@@ -57,12 +48,12 @@ def shrink(
         rank = tl.load(ranks + adapter * NUM_EXPERTS + expert)
         used = columns < tl.minimum(rank, RANK)
         matrix = factor + adapter.to(tl.int64) * SLOT_STRIDE + expert.to(tl.int64) * EXPERT_STRIDE
-        x_rows = x + source_row(rows, slots, GATHER, TOP_K)[:, None] * X_STRIDE
+        x_rows = x + source_rows(rows, slots, GATHER, TOP_K)[:, None] * X_STRIDE
         for start in range(0, D, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             left = tl.load(x_rows + k[None, :], mask=exists[:, None] & (k < D)[None, :], other=0.0)
             if THRESHOLD > 0 and MASKED is not None:
-                left = tl.where(kept(seed, source_row(rows, slots, MASKED, TOP_K), k, THRESHOLD, SALT), left, 0.0)
+                left = tl.where(kept(seed, source_rows(rows, slots, MASKED, TOP_K), k, THRESHOLD, SALT), left, 0.0)
             pointers = matrix + k[:, None] * K_STRIDE + columns[None, :] * R_STRIDE
             right = tl.load(pointers, mask=(k < D)[:, None] & used[None, :], other=0.0).to(left.dtype)
             total = tl.dot(left, right, total, input_precision=INPUT_PRECISION)
@@ -96,14 +87,14 @@ def factor_gradient(
         size = tl.load(virtual_start + group + 1) - tl.load(virtual_start + group)
         for first in range(0, size, BLOCK_K):
             rows, slots, exists = group_rows(virtual_start, slot_of_row, group, first, num_rows, num_slots, BLOCK_K)
-            pointers = left + source_row(rows, slots, LEFT_GATHER, TOP_K)[:, None] * LEFT_STRIDE + m[None, :]
+            pointers = left + source_rows(rows, slots, LEFT_GATHER, TOP_K)[:, None] * LEFT_STRIDE + m[None, :]
             a = tl.load(pointers, mask=exists[:, None] & (m < M)[None, :], other=0.0)
             if row_weight is not None:
                 weight = tl.load(row_weight + slots, mask=exists, other=0.0)
                 a = (a.to(tl.float32) * weight[:, None]).to(a.dtype)
             if THRESHOLD > 0 and MASKED is not None:
-                a = tl.where(kept(seed, source_row(rows, slots, MASKED, TOP_K), m, THRESHOLD, SALT), a, 0.0)
-            pointers = right + source_row(rows, slots, RIGHT_GATHER, TOP_K)[:, None] * RIGHT_STRIDE + n[None, :]
+                a = tl.where(kept(seed, source_rows(rows, slots, MASKED, TOP_K), m, THRESHOLD, SALT), a, 0.0)
+            pointers = right + source_rows(rows, slots, RIGHT_GATHER, TOP_K)[:, None] * RIGHT_STRIDE + n[None, :]
             b = tl.load(pointers, mask=exists[:, None] & (n < N)[None, :], other=0.0)
             total = tl.dot(tl.trans(a), b, total, input_precision=INPUT_PRECISION)
     offsets = plane.to(tl.int64) * M * N + m[:, None] * N + n[None, :]

@@ -12,6 +12,7 @@ from moe_core.ops.activation.kernels.formulas import activate, activate_gated
 from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Rows, aggregate_of
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.common.kernels.rows import source_rows
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
 from moe_core.ops.lora.kernels.tail import Tail, add_tail
 from moe_core.ops.routing.kernels.schedule import spread_block
@@ -84,17 +85,6 @@ def target_rows(y, rows, slots, exists, N: tl.constexpr, SCATTER: tl.constexpr):
         return y + slots * N, exists
     else:
         return slots_at(y, slots, exists, SCATTER)
-
-
-@triton.jit
-def source_rows(rows, slots, GATHER: tl.constexpr, TOP_K: tl.constexpr):
-    """Return int64 rows of an array indexed by layout `row`, `slot` or `token`."""
-    if GATHER == "row":
-        return rows
-    elif GATHER == "slot":
-        return slots.to(tl.int64)
-    else:
-        return (slots // TOP_K).to(tl.int64)
 
 
 @triton.jit

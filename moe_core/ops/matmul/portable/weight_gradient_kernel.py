@@ -8,7 +8,8 @@ import triton.language as tl
 
 from moe_core.ops.common.kernels.aggregates import Layout, Rows
 from moe_core.ops.common.kernels.dot import multiply
-from moe_core.ops.matmul.portable.kernel import rows_of_group, source_rows
+from moe_core.ops.common.kernels.rows import source_rows
+from moe_core.ops.matmul.portable.kernel import rows_of_group
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output
 from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.common.kernels.rows import source_rows
 from moe_core.ops.lora.kernels.tail import Tail, add_tail
-from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     activation_tile,
     group_of_row,

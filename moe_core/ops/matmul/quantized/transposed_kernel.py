@@ -9,8 +9,9 @@ import triton.language as tl
 
 from moe_core.ops.common.kernels.aggregates import Layout, aggregate_of
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.common.kernels.rows import source_rows
 from moe_core.ops.lora.kernels.tail import Tail, add_tail
-from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, source_rows, target_rows, tile_of_program
+from moe_core.ops.matmul.portable.kernel import filled_rows, rows_of_block, target_rows, tile_of_program
 from moe_core.ops.quantize.kernels.decode import (
     codes_to_bfloat16,
     group_of_row,

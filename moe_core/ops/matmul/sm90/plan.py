@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from moe_core.base import INT32_LIMIT, Target, row_stride
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.lora.tail import tail_arguments
 from moe_core.ops.matmul import arguments as common
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
@@ -53,6 +54,8 @@ _LONG = 4096
 #: other blocks, at 256 with gate and up apart 5 to 9 %. Outside the ranges up to 26 % slower.
 _SWAPPED_MEANS = {None: ((104, 140),), "apart": ((104, 140), (232, 272)), "interleaved": ((104, 140),)}
 _VECTOR = 8
+#: Adapters that a producer looks at.
+_MOST_SLOTS = 128
 CHOICES: Mapping[str, tuple[int, ...]] = {"num_stages": (3, 4, 2), "group_m": (4, 8, 2), "block_m": (128, 160, 192)}
 
 
@@ -78,7 +81,18 @@ def why_not_operands(problem: MatmulProblem) -> str | None:
         return f"rows of weights and y must be multiples of 16 bytes, got {n} columns"
     if row_stride("x", x) % _VECTOR:
         return f"rows of x must start at multiples of 16 bytes, got {row_stride('x', x)} elements between them"
-    return why_not_activation(problem)
+    return why_not_activation(problem) or why_not_tail(problem)
+
+
+def why_not_tail(problem: MatmulProblem) -> str | None:
+    tail = problem.tail
+    if tail is None:
+        return None
+    if tail.adapters.dropout.mask:
+        return "dropout masks what its tail of adapters adds, which would take a second sum"
+    if tail.adapters.slots > _MOST_SLOTS:
+        return f"its tail has at most {_MOST_SLOTS} slots of adapters, got {tail.adapters.slots}"
+    return None
 
 
 def why_not_activation(problem: MatmulProblem) -> str | None:
@@ -120,7 +134,7 @@ class Sm90Family(Family):
 
 
 class _Sm90(Sm90Family):
-    weights = PLAIN
+    weights, adds_tail = PLAIN, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         return why_not_target(problem.target) or why_not_operands(problem)
@@ -130,6 +144,8 @@ class _Sm90(Sm90Family):
         ranges = _SWAPPED_MEANS["apart" if gate_layout in ("halves", "separate") else gate_layout]
         # Rows in multiples of a tile fill other blocks without a rest.
         loose = problem.layout is None or problem.layout.limit is None
+        if problem.tail is not None:
+            return sm90_config(problem, SM90_STAGES, 4)
         if loose and problem.d < _LONG and any(low <= rows <= high for low, high in ranges):
             return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
@@ -142,6 +158,8 @@ class _Sm90(Sm90Family):
         only = sm90_config(problem, config.num_stages, config.group_m)
         if config.block_m not in _KERNELS or dataclasses.replace(config, block_m=SM90_BLOCK_M) != only:
             return f"the sm90 family's tiles are {only}, or the same with block_m 160 or 192, got {config}"
+        if problem.tail is not None and config.block_m != SM90_BLOCK_M:
+            return f"a tail of adapters takes block_m {SM90_BLOCK_M}, got {config}"
         return why_not_stages(config, _most_stages(config.block_m, problem))
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
@@ -172,6 +190,7 @@ def sm90_arguments(
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"
     d, n, weight_n = sizes.d, sizes.n, sizes.weight_n
     tall = config.block_m == SM90_TALL_BLOCK_M
+    tail = tail_arguments(builder, problem.tail) if config.block_m == SM90_BLOCK_M else {}
     if tall and builder.has("pre"):
         raise InvalidInput(
             f"config must have block_m {SM90_BLOCK_M} where the pre-activation is stored, as training does, got "
@@ -212,5 +231,5 @@ def sm90_arguments(
         **(({} if tall else pre) | common.row_counts(problem, config) | common.size_constants(problem)),
         **(passed(X_STRIDE=stride) | common.bias_strides(operands) | common.fused_constants(problem)),
         **passed(IN_OUT=in_out, TRUSTED=stage is not None, COUNTER=stage or 0, STAGES=config.num_stages),
-        **passed(GROUP_M=config.group_m, PDL=None),
+        **(passed(GROUP_M=config.group_m, PDL=None) | tail),
     }

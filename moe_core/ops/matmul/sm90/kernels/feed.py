@@ -5,6 +5,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.matmul.sm90.kernels.pipeline import RING, advance, announce
 from moe_core.ops.matmul.sm90.kernels.producer import load_steps, take_tile
+from moe_core.ops.matmul.sm90.kernels.tail import load_tail
 from moe_core.ops.matmul.sm90.kernels.tall_producer import load_steps as load_tall_steps
 from moe_core.ops.matmul.sm90.kernels.tall_producer import take_tile as take_tall_tile
 
@@ -53,6 +54,8 @@ def producer(product):
         )
         if tile.expert >= 0:
             stage, phase = LOAD(product, sources, tile, group, stage, phase, LEAD, weights.D)
+            if product.tail is not None:
+                stage, phase = load_tail(product, tile, stage, phase)
         tile, upper, lower, biases = next_tile, next_upper, next_lower, next_biases
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
     announce(pipeline, place, -1, 0, 0, 0)

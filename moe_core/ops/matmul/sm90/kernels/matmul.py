@@ -34,6 +34,7 @@ from moe_core.ops.common.kernels.aggregates import (
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS, slots_at
+from moe_core.ops.lora.kernels.tail import Tail
 from moe_core.ops.matmul.sm90.kernels.feed import producer
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
@@ -47,12 +48,14 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     await_stage,
     await_tile,
     barrier,
+    halves,
     release_previous_stage,
     release_tile,
     skip_tile,
     tma_store,
 )
 from moe_core.ops.matmul.sm90.kernels.quantize_epilogue import quantize_by, quantize_tile, raise_maxima
+from moe_core.ops.matmul.sm90.kernels.tail import multiply_tail, skip_tail
 
 
 @gluon.jit
@@ -79,13 +82,6 @@ def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
     for _ in range(STEP, product.weights.D, STEP):
         stage, phase, accumulator = multiply(product, stage, phase, accumulator, WHICH, False)
     return stage, phase, warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-
-
-@gluon.jit
-def halves(accumulator):
-    """Return the first and the last 128 columns, without moves between threads."""
-    first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
-    return first, last
 
 
 @gluon.jit
@@ -293,12 +289,16 @@ def consumer(WHICH: gl.constexpr, product):
             scale = load_scale(product, slots) if WEIGHTED else None
             stage, phase, accumulator = multiply_rest(product, stage, phase, accumulator, WHICH)
             release_previous_stage(pipeline, stage)
+            if product.tail is not None:
+                stage, phase, accumulator = multiply_tail(product, stage, phase, accumulator, WHICH)
             biases = tiles.biases.index(place) if BIASED else None
             buffer = tiles.results.index(WHICH)
             first, last = halves(accumulator)
             finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST)
         elif expert >= 0:
             stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+            if product.tail is not None:
+                stage, phase = skip_tail(product, stage, phase)
         release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
     tma.store_wait(0)
@@ -314,6 +314,10 @@ def matmul_ogs(
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: gl.constexpr, TAIL_SLOTS: gl.constexpr, TAIL_NUM_EXPERTS: gl.constexpr, TAIL_SLOT_STRIDE: gl.constexpr,
+    TAIL_EXPERT_STRIDE: gl.constexpr, TAIL_R_STRIDE: gl.constexpr, TAIL_N_STRIDE: gl.constexpr,
+    TAIL_THRESHOLD: gl.constexpr, TAIL_MASKED: gl.constexpr, TAIL_SALT: gl.constexpr, TAIL_BLOCK_R: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of y as `portable.kernel.matmul_ogs` does.
 
@@ -342,9 +346,16 @@ def matmul_ogs(
     SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
     blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
     rows = Rows(x, x_map, X_STRIDE, GATHER)
-    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output)
+    tail = None
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output, tail=tail)
     gl.warp_specialize(
         [(consumer, (0, product)), (consumer, (1, product)), (producer, (product,))],
         [4, PRODUCER_WARPS],
-        [208, 88],
+        [208, 88] if tail_low is None else [200, 104],
     )

@@ -30,6 +30,20 @@ PANEL = gl.constexpr(64)
 ROOM = gl.constexpr(256)
 
 
+# Triton 3.9 renamed it.
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+
+else:
+
+    @gluon.jit
+    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
 @gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
     """Return the next index of a circular buffer and its parity."""
@@ -39,15 +53,32 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def write_fact(pipeline, place, FACT: gl.constexpr, value):
+def halves(accumulator):
+    """Return the first and the last 128 columns, without moves between threads."""
+    first, last = gl.split(gl.permute(gl.reshape(accumulator, [ROWS, 2, PIECE]), [0, 2, 1]))
+    return first, last
+
+
+@gluon.jit
+def write_number(memory, place, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    pipeline.ring.index(place * FACTS + FACT).store(gl.full([1], 0, gl.int32, layout) + value)
+    memory.index(place).store(gl.full([1], 0, gl.int32, layout) + value)
+
+
+@gluon.jit
+def read_number(memory, place):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(memory.index(place).load(layout), axis=0)
+
+
+@gluon.jit
+def write_fact(pipeline, place, FACT: gl.constexpr, value):
+    write_number(pipeline.ring, place * FACTS + FACT, value)
 
 
 @gluon.jit
 def read_fact(pipeline, place, FACT: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(pipeline.ring.index(place * FACTS + FACT).load(layout), axis=0)
+    return read_number(pipeline.ring, place * FACTS + FACT)
 
 
 @gluon.jit

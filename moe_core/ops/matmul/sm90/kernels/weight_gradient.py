@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_core.ops.common.kernels.aggregates import Layout, Rows, Tiles, aggregate_of
-from moe_core.ops.matmul.portable.kernel import source_rows, tile_of_program
+from moe_core.ops.common.kernels.rows import source_rows
+from moe_core.ops.matmul.portable.kernel import tile_of_program
 from moe_core.ops.matmul.sm90.kernels.matmul import halves
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,

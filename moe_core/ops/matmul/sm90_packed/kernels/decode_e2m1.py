@@ -8,7 +8,7 @@ upper half the columns after them: a pair for the tensor cores is 16 bits apart.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH
+from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, seen_as
 
 #: A block of tiled codes: its weight rows (accumulator rows of one product), half of them, and its lines of 128 bytes.
 HEIGHT = gl.constexpr(64)
@@ -103,20 +103,6 @@ def decode_rows(words, scales):
     """`decode_e2m1` of a thread's part of a block, four words of two rows each: four tensors of the first 64 columns,
     four of the last."""
     return gl.inline_asm_elementwise(_E2M1_ROWS, _E2M1_ROWS_REGISTERS, [words, scales], (gl.bfloat16,) * 8, True, 8)
-
-
-# Triton 3.9 renamed it.
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-
-else:
-
-    @gluon.jit
-    def seen_as(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit

@@ -14,7 +14,8 @@ Eight bits: 2^23 + q in fp32, then as four bits with scales of float32. Other sc
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, left_half, seen_as
+from moe_core.ops.matmul.sm90.kernels.pipeline import seen_as
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, left_half
 
 #: Pairs of 128 and of code masks, and 2^23. A code's bits go into their last bits.
 _PAIR, _PAIR_MASK, _WORD = 0x43004300, 0x000F000F, 0x4B000000

@@ -4,8 +4,17 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from moe_core.ops.common.kernels.aggregates import Tile
 from moe_core.ops.common.kernels.layer import layer_in_stack
-from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, RING, advance, announce, locate_tile, row_load, tma_load
-from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT, seen_as
+from moe_core.ops.matmul.sm90.kernels.pipeline import (
+    DEPTH,
+    RING,
+    advance,
+    announce,
+    locate_tile,
+    row_load,
+    seen_as,
+    tma_load,
+)
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT
 
 
 @gluon.jit
