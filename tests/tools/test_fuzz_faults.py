@@ -106,7 +106,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Case], b
     "off by one group": (_one_group_less, lambda case: case.kind == "route", "num_groups"),
     "wrong tie order": (_ties_to_the_higher_id, lambda case: case.kind == "route", ""),
     "rounded before the weight": (_weight_after_the_cast,
-        lambda case: (case.kind, case.K, case.on_input, case.weights) == ("moe", 1, False, "") and "16" in case.dtype,
+        lambda case: (case.kind, case.K, case.on_input, case.weights, case.shared) == ("moe", 1, False, "", 0)
+        and "16" in case.dtype,
         "dtype"),
     "lost gradient of a loss": (_lost_gradient_of_a_loss,
         lambda case: case.kind == "layer" and case.balance > 0 and not (case.between or case.weights), "balance"),
@@ -202,13 +203,23 @@ def _lightest_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reference_rounding, "topk_keys", lambda *given: ~plain(*given))
 
 
+def _adapters(name: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    plain = engines.LoRAFactors
+    return lambda patch: patch.setattr(
+        engines, "LoRAFactors", lambda **given: plain(**given | {name: change(given[name])})
+    )
+
+
 MOE = "T=3 E=2 D=4 F=4"
+ADAPTED = "T=9 E=2 K=2 D=4 F=4 adapters=2"
 ROUNDED = "kind=route T=70 K=2 E=6 source=logits tile=16 seed=5"
 LAYER = "kind=layer T=5 K=2 E=4 D=8 F=8 source=x"
 #: fault -> (what plants it, the front-end that has it, a case in which it must be found).
 STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "norm not centred": (_uncentred, "torch", f"{LAYER} out_norm=sum centred=True"),
     "no norm of latent rows": (_no_latent_norm, "torch", f"{LAYER} latent=4 latent_norm=True"),
+    "adapters without scale": (_adapters("scale", torch.ones_like), "torch", ADAPTED),
+    "numbers behind a rank": (_adapters("ranks", lambda ranks: 16 * ranks.clamp(max=1)), "torch", ADAPTED),
     "overwritten main_grad": (_overwritten_main_grad, "torch", f"{MOE} gradient=True main_grad=True"),
     "forgotten static scale": (
         _dropped("down_input_scale"), "torch", f"{MOE} weights=fp8_tensor activations=fp8_tensor static_scales=True"

@@ -64,7 +64,7 @@ class Case:
     has its place, by stores and loads, else the tables that they go by; by_token: a token goes to a rank once; bound:
     of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many as
     wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding, 0 = none;
-    rounding: its mode; candidates: 0 = the default.
+    rounding: its mode; candidates: 0 = the default. adapters: slots of LoRA, 0 = none; shared_factors: by all experts.
     """
 
     kind: str = "moe"
@@ -149,6 +149,8 @@ class Case:
     tile: int = 0
     rounding: str = ""
     candidates: int = 0
+    adapters: int = 0
+    shared_factors: bool = False
     x_kind: str = "normal"
     logit_kind: str = "normal"
     id_kind: str = "distinct"
@@ -322,6 +324,13 @@ def why_illegal(case: Case) -> str | None:
         "no experts in these": case.kind in ("route", "layout") and (case.bias or case.D != 1 or case.F != 1),
         "masked float64": case.kind == "layout" and case.dtype != "float32",
         "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
+        "no adapters to share factors": case.shared_factors and case.adapters == 0,
+        "adapters are of plain forwards of moe": case.adapters > 0
+        and (
+            (case.kind, case.packs, case.stack, case.activations, case.dtype == "float64") != ("moe", 1, 0, "", False)
+            or case.prepacked
+            or case.gradient
+        ),
         "token rounding": _not_rounded(case) is not None,
         "exchanges alone have these": case.kind != "exchange" and has_any(case, [*EXCHANGE_FIELDS]),
     }

@@ -78,6 +78,8 @@ def draw(case: Case, device: str = "cpu") -> Arrays:
         _draw_experts(draw, case, arrays)
     if case.kind == "layer":
         _draw_around(draw, case, plain)
+    if case.adapters:
+        _draw_adapters(draw, case, plain)
     if case.mapped:
         order = torch.randperm(case.mapped, generator=draw.random, device=device)
         local = torch.full((case.mapped,), -1, dtype=torch.int32, device=device)
@@ -221,6 +223,16 @@ def _draw_experts(draw: Draw, case: Case, arrays: Arrays) -> None:
     if case.main_grad:
         for name in [name for name in arrays.plain if name.split(".")[-1] in ("gate_up", "up", "down")]:
             arrays.plain[f"main_grad.{name}"] = draw.normal(*arrays.plain[name].shape, dtype="float32")
+
+
+def _draw_adapters(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
+    """Slots of every rank up to 16, some empty; entries behind a rank hold numbers. Some ids name no adapter."""
+    by_expert, count = (case.adapters, case.E), 1 if case.shared_factors else case.E
+    for name, sides in {"a1": (case.D, 16), "b1": (16, case.width), "a2": (case.F, 16), "b2": (16, case.D)}.items():
+        plain[f"lora.{name}"] = draw.normal(case.adapters, count, *sides, rms=sides[0] ** -0.5)
+    ranks = draw.integers(-2, 17, *by_expert).clamp(min=0)
+    plain["lora.scale"], plain["lora.ranks"] = draw.uniform(*by_expert) + 0.25, ranks.to(torch.int32)
+    plain["adapter_ids"] = draw.integers(-2, case.adapters + 1, case.T).to(torch.int32)
 
 
 def _draw_around(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.norm import NormSpec
-from moe_core.specs.operands import ExpertWeights, RouterLogits, RouterWeights, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, RouterLogits, RouterWeights, SharedExpert, TopK
 from moe_core.specs.routing import LogitsSpec, TokenRounding
 from moe_core.specs.tuning import Tuning
 from tools.fuzz.case import ROUTER_FIELDS, Case
@@ -201,6 +201,8 @@ def trained(case: Case, names: Mapping[str, Any]) -> list[str]:
 def run_moe(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     bundles = Bundles(case, arrays)
     spec, extras = moe_spec(case), {"expert_map": arrays.get("expert_map"), "shared": bundles.shared()}
+    if case.adapters:
+        extras |= {"lora": LoRAFactors(**bundles.fields("lora.")), "adapter_ids": arrays["adapter_ids"]}
     experts = bundles.experts()
     if case.prepacked:
         experts = ops.prepack_weights(experts, spec)

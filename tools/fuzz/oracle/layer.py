@@ -170,6 +170,9 @@ def slots_of(case: Any, ids: Tensor, given: Given) -> Slots:
         active = given["token_mask"].bool()[:, None].expand_as(ids)
     known = (ids >= 0) & (ids < case.num_ids)
     invalid = int((active & ~known & (ids != -1)).sum())
+    if "adapter_ids" in given:
+        present = adapters_of(case, given).unsqueeze(1) == torch.arange(case.adapters, device=ids.device)
+        invalid += int((active[:, 0] & (given["adapter_ids"] != -1) & ~present.any(1)).sum())
     local = ids.clamp(0, case.num_ids - 1)
     if "expert_map" in given:
         local = given["expert_map"].long()[local]
@@ -211,6 +214,33 @@ def pre_activation(rows: Real, expert: Expert, index: Tensor, machine: Machine, 
     return gate, None if expert.up is None else product(rows, expert.up, expert.up_bias, index, machine, kind)
 
 
+def adapters_of(case: Any, given: Given) -> Tensor:
+    """int64 [T]: each token's adapter, -1 for none, and for one that is not there or has no rank."""
+    ids = given["adapter_ids"].long()
+    inside = (ids >= 0) & (ids < case.adapters)
+    filled = (given["lora.ranks"] > 0).any(1)[ids.where(inside, 0)]
+    return ids.where(inside & filled, -1)
+
+
+def low_rank(case: Any, given: Given, number: int, rows: Real, slots: Slots, machine: Machine) -> Real:
+    """[R, N]: cast(scale (rows A)) B of each row's adapter and expert, zeros without one."""
+    adapter = adapters_of(case, given)[slots.token]
+    at, expert = adapter.clamp(min=0), torch.zeros_like(slots.expert) if case.shared_factors else slots.expert
+    ranks = given["lora.ranks"].long()[at, slots.expert].where(adapter >= 0, 0)
+    a, b = given[f"lora.a{number}"][at, expert], given[f"lora.b{number}"][at, expert]
+    kept = torch.arange(a.shape[2], device=at.device) < ranks[:, None]
+    low, scale = rows_matmul(rows, machine.exact(a), machine.kind()), given["lora.scale"][at, slots.expert]
+    low = (low * machine.exact(scale[:, None].expand_as(low.value))).where(kept).cast(case.dtype)
+    made = rows_matmul(low, machine.exact(b * kept[:, :, None]), machine.kind())
+    return made.where((ranks > 0)[:, None].expand_as(made.value))
+
+
+def in_one_sum(base: Real, low: Real, machine: Machine) -> Real:
+    """Up to 16 further terms of a sum: each addition is wrong by a part of what has been added."""
+    total = base + low
+    return total.own(total.value, total.error + share(17, machine.unit, machine.kind()) * base.value.abs())
+
+
 def sigmoid(real: Real) -> Real:
     value = torch.sigmoid(real.value)
     size = torch.nan_to_num(real.value.abs(), posinf=0.0).clamp(max=90.0)
@@ -240,12 +270,21 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
     if case.activations:
         rows = _quantized(case, rows, given.get("experts.gate_up_input_scale"))
     gate, up = pre_activation(rows, experts, slots.expert, machine, kind)
+    if case.adapters:
+        halves = dataclasses.replace(case, gate_layout="halves") if case.gate_layout == "separate" else case
+        first = low_rank(case, given, 1, rows, slots, machine)
+        parts = zip(split_gate(first.value, halves), split_gate(first.error, halves), strict=True)
+        low = [Real(value, error, first.unit) for value, error in parts if value is not None and error is not None]
+        gate = in_one_sum(gate, low[0], machine)
+        up = None if up is None else in_one_sum(up, low[1], machine)
     if case.kind == "stages":
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
     hidden = activate(rule_of(case), gate, up).cast(case.dtype)
     if case.activations:
         hidden = _quantized(case, hidden, given.get("experts.down_input_scale"))
     made = product(hidden, experts.down, experts.down_bias, slots.expert, machine, kind)
+    if case.adapters:
+        made = in_one_sum(made, low_rank(case, given, 2, hidden, slots, machine), machine)
     if not case.on_input:
         made = made * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(made.value))
     made = made.cast(case.dtype)
