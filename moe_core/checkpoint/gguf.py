@@ -1,4 +1,4 @@
-"""Read GGUF files beside a model's config.json.
+"""Read GGUF files, beside a model's config.json or alone.
 
 The header is parsed here, with limits; the package gguf (`pip install 'moebius[gguf]'`) knows types and decodes blocks.
 Q4_0, Q8_0 and MXFP4 keep their bits in formats that kernels take. Every other type becomes plain weights.
@@ -7,7 +7,10 @@ Q4_0, Q8_0 and MXFP4 keep their bits in formats that kernels take. Every other t
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +24,7 @@ from moe_core.checkpoint.rules import Quantization, one_rule
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import MXFP4, Format, Scheme, int4_grouped, int8_grouped
 
+_TRANSFORMERS = "moe_torch.transformers.gguf"
 #: Plain types, by the names of safetensors too.
 PLAIN = ("F32", "F16", "BF16")
 _MAGIC, _VERSIONS, _ALIGNMENT, _MOST_AXES = b"GGUF", (2, 3), 32, 4
@@ -74,18 +78,21 @@ class _Header:
             raise ValueError(f"metadata of type {kind}")
 
 
-def _entries(header: _Header, size: int) -> dict[str, Entry]:
+def _entries(header: _Header, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """(tensors, the file's strings `general.*`)."""
     library = _library()
     if header.take(4) != _MAGIC or header.number("I") not in _VERSIONS:
         raise ValueError(f"no GGUF of version {' or '.join(map(str, _VERSIONS))}, little-endian")
     tensors, pairs = header.number("Q"), header.number("Q")
     if max(tensors, pairs) > MOST_TENSORS:
         raise ValueError(f"{max(tensors, pairs)} tensors or settings, where {MOST_TENSORS} are the most")
-    alignment = _ALIGNMENT
+    alignment, strings = _ALIGNMENT, {}
     for _ in range(pairs):
         key, kind = header.text(), header.number("I")
         if key == "general.alignment" and kind == _UINT32:
             alignment = header.number("I")
+        elif key.startswith("general.") and kind == _STRING:
+            strings[key] = header.text()
         else:
             header.skip(kind)
     if not alignment or alignment & alignment - 1:
@@ -112,12 +119,15 @@ def _entries(header: _Header, size: int) -> dict[str, Entry]:
         if start + offset + count > size:
             raise ValueError(f"{name!r:.80} beyond the end of the file")
         entries[name] = Entry(kind.name, stored, start + offset)
-    return entries
+    return entries, strings
 
 
-class _NoMetadata:
+class _Metadata:
+    def __init__(self, strings: Mapping[str, str]) -> None:
+        self._strings = strings
+
     def metadata(self) -> Mapping[str, str]:
-        return {}
+        return self._strings
 
     def get_tensor(self, name: str) -> Any:
         raise TypeError("a type of GGUF")
@@ -129,12 +139,53 @@ def open_gguf(path: Path) -> Iterator[TensorFile]:
     with open_regular(path, "GGUF file") as raw:
         size = os.fstat(raw.fileno()).st_size
         try:
-            entries = _entries(_Header(os.pread(raw.fileno(), min(size, MOST_HEADER_BYTES), 0)), size)
+            entries, strings = _entries(_Header(os.pread(raw.fileno(), min(size, MOST_HEADER_BYTES), 0)), size)
         except (ValueError, KeyError, OverflowError, struct.error) as error:
             raise InvalidInput(
                 f"{path} must be a readable GGUF file, got: {error!s:.400}; download it again"
             ) from error
-        yield TensorFile(path, _NoMetadata(), raw, entries)
+        yield TensorFile(path, _Metadata(strings), raw, entries)
+
+
+def gguf_files(directory: Path, only: str | None = None) -> list[str]:
+    """The names of a directory's GGUF files. only: of this file and the other splits of its model."""
+    names = sorted(path.name for path in directory.glob("*.gguf"))
+    split = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}[.]gguf)", only or "")
+    same = f"{re.escape(split[1])}\\d{{5}}{re.escape(split[2])}" if split else re.escape(only or "")
+    return names if only is None else [name for name in names if re.fullmatch(same, name)]
+
+
+def with_transformers(path: Path) -> Any:
+    """The half of GGUF's conversion that needs torch. Raises Unsupported without it."""
+    missing = [name for name in ("gguf", "torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unsupported(
+            f"{path} needs {' and '.join(missing)} to become a Hugging Face checkpoint, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed; pip install 'moebius[gguf,transformers]'"
+        )
+    return importlib.import_module(_TRANSFORMERS)
+
+
+def tensor_names(architecture: str, num_layers: int) -> Any:
+    """gguf's table of the names of an architecture of llama.cpp."""
+    library = _library()
+    number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
+    return library.get_tensor_name_map(number, num_layers)
+
+
+def shape_of(entry: Entry) -> tuple[int, ...]:
+    """A tensor's shape in numbers."""
+    if entry.dtype in PLAIN:
+        return entry.shape
+    elements, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[entry.dtype]]
+    return *entry.shape[:-1], entry.shape[-1] // size * elements
+
+
+def numbers_of(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows of a tensor that is not plain, in fp32."""
+    library = _library()
+    rows = library.quants.dequantize(stored.reshape(-1, stored.shape[-1]), library.GGMLQuantizationType[dtype])
+    return rows.reshape(*stored.shape[:-1], -1)
 
 
 def _blocks(raw: np.ndarray, size: int) -> np.ndarray:
@@ -179,8 +230,7 @@ def gguf_quantization() -> Quantization:
         elements, size = library.GGML_QUANT_SIZES[kind]
 
         def decode(arrays: Mapping[str, np.ndarray], rows: int, columns: int) -> np.ndarray:
-            raw = arrays["values"]
-            return library.quants.dequantize(raw.reshape(-1, raw.shape[-1]), kind).reshape(*raw.shape[:-1], columns)
+            return numbers_of(arrays["values"], kind.name)
 
         shape = lambda rows, columns: (rows, columns // elements * size)  # noqa: E731
         component = Component("values", ".weight", (kind.name,), shape)

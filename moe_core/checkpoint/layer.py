@@ -15,7 +15,7 @@ from moe_core.base.files import path_of
 from moe_core.checkpoint import quantized
 from moe_core.checkpoint.config import inside, read_config, read_json
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
-from moe_core.checkpoint.gguf import gguf_quantization
+from moe_core.checkpoint.gguf import gguf_files, gguf_quantization, with_transformers
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantization import read_quantization
 from moe_core.checkpoint.resolve import tensors_of
@@ -92,7 +92,7 @@ class Checkpoint:
     """A checkpoint directory: the facts in config.json, and the places of the tensors.
 
     quantization: the rules of its quantization_config, or None. nested: the path to `config` in a multimodal model's
-    config.json.
+    config.json. document: config.json, or the same from GGUF's metadata. only: the GGUF file that was named.
     """
 
     path: Path
@@ -102,6 +102,8 @@ class Checkpoint:
     index: TensorIndex = field(repr=False)
     quantization: Quantization | None = field(default=None, repr=False)
     nested: tuple[str, ...] = field(default=(), repr=False)
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    only: str | None = None
 
     @property
     def packing(self) -> Packing | None:
@@ -190,6 +192,8 @@ class Checkpoint:
             shape = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != shape and stored == (shape[0], shape[2], shape[1]))
+        if names.gguf and names.shared_gate in self.index.files:
+            names = dataclasses.replace(names, flat_gate=len(reader.stored_shape(names.shared_gate)) == 1)
         if (names.fused is None or names.gguf) and architecture.spec.activation.gate_layout == "interleaved":
             # Experts that were split have gate and up in modules of their own.
             architecture = dataclasses.replace(architecture, spec=architecture.spec.with_gate_layout("halves"))
@@ -211,26 +215,35 @@ class Checkpoint:
             return bool(tensors_of(weight, self.index))
 
         if self.index.is_gguf:
-            return gguf_names(self.architecture, layer)
+            return gguf_names(self.architecture, layer, self.index)
         return found_names(self.architecture, layer, self.index, holds, self.nested)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face checkpoint directory (config.json and safetensors) without reading weights.
 
+    Or a GGUF file, or a directory with one. Without a config.json beside it, transformers makes one from its metadata.
+
     Raises InvalidInput for a missing directory, config.json or tensor index and for settings that are missing or
     disagree; Unsupported for an unknown model_type, an unreadable quantization_config, or without safetensors.
     """
-    directory = path_of(path)
-    config = text_model(read_config(directory))
+    directory, only = path_of(path), None
+    if directory.suffix == ".gguf" and directory.is_file():
+        directory, only = directory.parent, directory.name
+    lone = not (directory / "config.json").exists() and gguf_files(directory, only)
+    index = find_tensors(directory, only) if lone else None
+    document = (
+        with_transformers(directory / lone[0]).config_of(index, lone[0]) if lone and index else read_config(directory)
+    )
+    config = text_model(document)
     architecture = architecture_of(config)
     settings = config.quantization or _modelopt_settings(directory)
     quantization = read_quantization(settings, config.model_type, config.settings)
-    index = find_tensors(directory)
+    index = index or find_tensors(directory, only)
     quantization = gguf_quantization() if index.is_gguf else quantization
     if architecture.shared_d_ff and not any("share" in name or "shexp" in name for name in index.files):
         architecture = architecture.without_shared()
-    facts = (config.settings, architecture, index, quantization, config.nested)
+    facts = (config.settings, architecture, index, quantization, config.nested, document, only)
     checkpoint = Checkpoint(directory, config.model_type, *facts)
     # Settings of experts that cannot be read raise here; those of other matrices do not matter.
     _ = checkpoint.packing

@@ -24,9 +24,9 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 class LayerNames:
     """The full names of one layer's tensors in one storage.
 
-    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), in GGUF (gate, up, down),
-    None: per expert, with the names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none.
-    canonical: transformers' `block`.
+    block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), in GGUF also (gate, up,
+    down), None: per expert, with the names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none.
+    canonical: transformers' `block`. flat_gate: the shared experts' gate is `[D]`.
     """
 
     block: str
@@ -44,6 +44,7 @@ class LayerNames:
     modules: tuple[str, ...] = ()
     canonical: str = ""
     gguf: bool = False
+    flat_gate: bool = False
 
     @property
     def router_bias(self) -> str:
@@ -170,7 +171,7 @@ def _names_below_another_prefix(
     )
 
 
-def gguf_names(architecture: Architecture, layer: int) -> LayerNames:
+def gguf_names(architecture: Architecture, layer: int, index: TensorIndex) -> LayerNames:
     """The names of a layer in GGUF files, which are the same for all families."""
     block, halves = f"blk.{layer}.", ("gate", "up") if architecture.spec.activation.gated else ("up",)
 
@@ -178,6 +179,8 @@ def gguf_names(architecture: Architecture, layer: int) -> LayerNames:
         return f"{block}ffn_{module}.weight"
 
     experts, shared = (tuple(of(f"{half}_{end}") for half in (*halves, "down")) for end in ("exps", "shexp"))
+    if (joined := of("gate_up_exps")) in index.files:
+        experts = joined, experts[-1]
     names = LayerNames(block, of("gate_inp"), f"{block}exp_probs_b.bias", experts, shared, of("gate_inp_shexp"))
     # Arrays that GGUF has under no name of this table are reported as missing.
     others = {"norm": f"{block}router_norm", "expert_scale": f"{block}expert_scale"}
@@ -199,7 +202,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         part = Part(names.table, shape, (), *casts)
         stacks["router.table"] = Stack(shape, (part,), dtype="int32", accepts=("I64", "I32"))
     elif architecture.correction_bias:
-        shape = (1, num_experts) if architecture.naming.bias_row else (num_experts,)
+        shape = (1, num_experts) if architecture.naming.bias_row and not names.gguf else (num_experts,)
         parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
         stacks["router.correction_bias"] = Stack((num_experts,), parts, dtype="float32")
     if architecture.router_norm is not None:
@@ -215,7 +218,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         if family.shared is not None and family.shared.gate:
             shape = (d_model, 1) if turned else (1, d_model)
             part = _part(names.shared_gate, shape, turned=turned)
-            if names.gguf:
+            if names.flat_gate:
                 part = Part(names.shared_gate, (d_model,), decode=lambda row: row.reshape(shape))
             stacks["shared.gate"] = Stack(shape, (part,))
     for one in architecture.around():
@@ -249,9 +252,10 @@ def _expert_stacks(architecture: Architecture, names: LayerNames) -> dict[str, S
         stacks["experts.gate_up"] = dataclasses.replace(gate_up, parts=(apart,))
     widths = {"gate_up": architecture.spec.activation.input_width(d_ff), "down": width}
     if architecture.family.expert_bias and names.gguf:
-        gate, up, down = (tensor.removesuffix("weight") + "bias" for tensor in names.fused)
-        halves = ((gate, slice(0, d_ff)), (up, slice(d_ff, 2 * d_ff)))
-        parts = tuple(Part(name, (num_experts, d_ff), (slice(None), rows)) for name, rows in halves)
+        *halves, down = (tensor.removesuffix("weight") + "bias" for tensor in names.fused)
+        rows = 2 * d_ff // len(halves)
+        places = ((slice(None), slice(n * rows, (n + 1) * rows)) for n in range(len(halves)))
+        parts = tuple(Part(name, (num_experts, rows), place) for name, place in zip(halves, places, strict=True))
         stacks["experts.gate_up_bias"] = Stack((num_experts, 2 * d_ff), parts)
         stacks["experts.down_bias"] = Stack.whole(down, (num_experts, width))
         return stacks

@@ -22,7 +22,7 @@ import numpy as np
 from moe_core.base import dtypes
 from moe_core.base.files import TensorFile, open_file
 from moe_core.checkpoint.config import inside, read_json, require_relative
-from moe_core.checkpoint.gguf import open_gguf
+from moe_core.checkpoint.gguf import gguf_files, open_gguf
 from moe_core.errors import InvalidInput, Unsupported
 
 FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -186,14 +186,17 @@ def read_tensor(file: TensorFile, name: str) -> np.ndarray:
     return RawTensor(file, name)[:] if file.entry(name).dtype in NUMPY_DTYPES else file.get_tensor(name)
 
 
-def find_tensors(directory: Path) -> TensorIndex:
-    """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read)."""
+def find_tensors(directory: Path, only: str | None = None) -> TensorIndex:
+    """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read).
+
+    only: see `gguf_files`.
+    """
     single = inside(directory, "model.safetensors")
-    if single.exists():
+    if single.exists() and only is None:
         with open_file(single) as file:
             return TensorIndex(directory, dict.fromkeys(file.entries, single.name))
     index = inside(directory, "model.safetensors.index.json")
-    ggufs = [] if index.exists() else sorted(path.name for path in directory.glob("*.gguf"))
+    ggufs = [] if index.exists() and only is None else gguf_files(directory, only)
     if ggufs:
         names: dict[str, str] = {}
         for name in ggufs:
@@ -201,7 +204,7 @@ def find_tensors(directory: Path) -> TensorIndex:
                 if twice := names.keys() & file.entries.keys():
                     raise InvalidInput(
                         f"{directory} must hold the GGUF files of one model, got {sorted(twice)[0]} in {name} and "
-                        f"{names[sorted(twice)[0]]}; keep one model in a directory"
+                        f"{names[sorted(twice)[0]]}; pass the path of one file, or keep one model in a directory"
                     )
                 names |= dict.fromkeys(file.entries, name)
         return TensorIndex(directory, names)

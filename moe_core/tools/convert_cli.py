@@ -31,7 +31,7 @@ _NEAREST = 3
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("moebius-convert", description=_DESCRIPTION)
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint directory")
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint directory, or a GGUF file")
     parser.add_argument("destination", metavar="DESTINATION", help="a new, an empty or an interrupted one's directory")
     names = ", ".join((*format_names(), *_NAMES))
     parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {names}")

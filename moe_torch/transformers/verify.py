@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from moe_core.checkpoint import Checkpoint, layer_tensors
-from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.convert.source import LayerSource
 from moe_core.checkpoint.storage import StackReader
 from moe_core.errors import InvalidInput
@@ -26,12 +25,14 @@ def compare(source: Checkpoint, converted: Checkpoint) -> tuple[str, float | Non
     """(`equal`, the relative error of the logits against the source's, why there is none).
 
     Raises InvalidInput for the first layer that differs, and if transformers loads the source but not the conversion,
-    or misses keys that it does not miss there.
+    or misses keys that it does not miss there. It must load the conversion of a GGUF source whole.
     """
     wanted, reason = None, ""
     lost: dict[str, set[str]] = {kind: set() for kind in _LOST}
     try:
         model, report = _loaded(source)
+        if source.index.is_gguf and report["missing_keys"]:
+            raise ValueError(f"it leaves {sorted(report['missing_keys'])[0]} and others random")
         lost, wanted = {kind: set(report[kind]) for kind in _LOST}, _logits(model)
         del model
     except Exception as error:  # whatever a loader raises
@@ -41,10 +42,10 @@ def compare(source: Checkpoint, converted: Checkpoint) -> tuple[str, float | Non
         # The first forward decompresses what is still packed.
         logits, state = _logits(model), model.state_dict()
     except Exception as error:
-        if wanted is None:
+        if wanted is None and not source.index.is_gguf:
             return "", None, reason
         raise _parted(converted, f"{type(error).__name__}: {error!s:.400}") from error
-    for kind in _LOST if wanted is not None else ():
+    for kind in _LOST if wanted is not None or source.index.is_gguf else ():
         new = sorted(set(report[kind]) - lost[kind])
         if new:
             raise _parted(converted, f"{kind.replace('_', ' ')} such as {new[0]}")
@@ -65,12 +66,17 @@ def _parted(checkpoint: Checkpoint, what: str) -> InvalidInput:
 def _loaded(checkpoint: Checkpoint) -> tuple[Any, Any]:
     import transformers
 
-    settings = read_json(checkpoint.path / "config.json")
+    settings = checkpoint.document
     named = getattr(transformers, str(next(iter(settings.get("architectures") or ()), "")), None)
     made: Any = named if named is not None else transformers.AutoModelForCausalLM
+    given: dict[str, Any] = {"dtype": "auto"}
+    if checkpoint.index.is_gguf:
+        plain = {key: value for key, value in settings.items() if key != "quantization_config"}
+        given = {"config": transformers.AutoConfig.for_model(**plain), "dtype": plain.get("dtype") or "bfloat16"}
+        given["gguf_file"] = min(checkpoint.index.files.values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, report = made.from_pretrained(checkpoint.path, output_loading_info=True, dtype="auto")
+        model, report = made.from_pretrained(checkpoint.path, output_loading_info=True, **given)
     return model.eval(), report
 
 
@@ -80,8 +86,7 @@ def _experts(checkpoint: Checkpoint, number: int, state: Any) -> Iterator[tuple[
         warnings.simplefilter("ignore")
         layer = checkpoint.layer(number, allow_bad_scales=True)
         layer = layer.dequantized(str(checkpoint.config.get("dtype") or "bfloat16"))
-        settings = read_json(checkpoint.path / "config.json")
-        plain = {key: value for key, value in settings.items() if key != "quantization_config"}
+        plain = {key: value for key, value in checkpoint.document.items() if key != "quantization_config"}
         tensors = dict(layer_tensors(LayerWeights.from_checkpoint(layer), plain, number, storage="fused"))
     keys = {name: _key(state, name) for name in tensors if ".experts." in name or "_linear." in name}
     if any(keys.values()):

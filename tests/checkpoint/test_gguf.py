@@ -13,9 +13,9 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from moe_core.checkpoint import convert_checkpoint, open_checkpoint
+from moe_core.checkpoint import open_checkpoint
 from moe_core.errors import InvalidInput
-from moe_core.formats import MXFP4, format_named, int4_grouped, int8_grouped
+from moe_core.formats import MXFP4, int4_grouped, int8_grouped
 from moe_core.tools.doctor.checkpoint import examine
 
 E, D, F = 3, 256, 512
@@ -109,8 +109,6 @@ def test_other_names_and_two_models_are_refused(tmp_path):
     (path / "config.json").write_text(json.dumps(QWEN | {"num_hidden_layers": 2}))
     with pytest.raises(InvalidInput, match=r"must hold the tensor blk\.1\.ffn_gate_exps\.weight"):
         open_checkpoint(path).layer(1)
-    with pytest.raises(InvalidInput, match="source must hold safetensors"):
-        convert_checkpoint(path, tmp_path / "other", format_named("int4_g32"))
     (path / "second.gguf").write_bytes((path / "model.gguf").read_bytes())
     with pytest.raises(InvalidInput, match=r"must hold the GGUF files of one model, got blk\.0\."):
         open_checkpoint(path)

@@ -10,6 +10,7 @@ is written as published. Plain tensors outside of the experts are copied bit by 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -25,7 +26,8 @@ import numpy as np
 import moe_core
 from moe_core.base import dtypes
 from moe_core.base.checks import require_at_least, require_flag, require_kind
-from moe_core.checkpoint.config import inside, read_json
+from moe_core.checkpoint.config import inside
+from moe_core.checkpoint.convert.gguf import GgufModules, llama_architecture
 from moe_core.checkpoint.convert.nvfp4 import Nvfp4
 from moe_core.checkpoint.convert.source import DenseModules, LayerSource, Matrix, cast, count_not_finite, pieces
 from moe_core.checkpoint.convert.stream import BITS, HEADERS, Made, Stream, TensorPlan, Unit, in_shards
@@ -109,6 +111,7 @@ def convert_checkpoint(
     next shard. Tokenizers, templates and similar files are copied.
 
     Args:
+        source: a directory, or a GGUF file, whose directory may have the config.json of the original model.
         destination: a new or empty directory, or one that an interrupted call left.
         format: a dtype (`bfloat16`, `float16` or `float32`) writes plain weights, `nvfp4` that format, which no kernel
             of this library takes.
@@ -127,15 +130,12 @@ def convert_checkpoint(
     require_flag("allow_not_finite", allow_not_finite)
     require_at_least("shard_bytes", shard_bytes, 1)
     checkpoint = open_checkpoint(source)
-    if checkpoint.index.is_gguf:
-        raise InvalidInput(
-            f"source must hold safetensors to be converted, got GGUF in {checkpoint.path}; read its layers"
-        )
     if checkpoint.architecture.lacks_shared:
         warnings.warn(f"{checkpoint.path}: {NO_SHARED_EXPERT}", stacklevel=2)
     with StackReader(checkpoint.index) as reader:
         conversion = _Conversion(checkpoint, reader, format, loader, allow_not_finite)
-        named = [path for path in checkpoint.path.iterdir() if path.suffix in _SIDE_FILES]
+        beside = () if checkpoint.only else checkpoint.path.iterdir()
+        named = [path for path in beside if path.suffix in _SIDE_FILES]
         # A link that leads out of the checkpoint is refused: its target would be published.
         side = [path for path in named if path.name not in _OWN_FILES and inside(checkpoint.path, path.name).is_file()]
         shards = in_shards(conversion.units(), shard_bytes)
@@ -158,10 +158,11 @@ def convert_checkpoint(
 def _identity(checkpoint: Checkpoint, *options: object) -> str:
     """Of a source's files and a conversion's options."""
     files = []
-    for name in sorted({*checkpoint.index.files.values(), "config.json"}):
+    for name in sorted(set(checkpoint.index.files.values())):
         status = inside(checkpoint.path, name).stat()
         files.append((name, status.st_size, status.st_mtime_ns))
-    return hashlib.sha256(json.dumps([moe_core.__version__, files, options]).encode()).hexdigest()
+    facts = [moe_core.__version__, files, checkpoint.document, options]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class _Conversion:
@@ -172,6 +173,7 @@ class _Conversion:
         self._allow_not_finite, self._not_finite = allow_not_finite, dict[str, None]()
         if not checkpoint.moe_layers:
             raise InvalidInput(f"source must have layers with experts, got {checkpoint.path} without; copy it instead")
+        architecture = llama_architecture(checkpoint, reader) if checkpoint.index.is_gguf else ""
         self._layers = [LayerSource(checkpoint, reader, layer) for layer in checkpoint.moe_layers]
         self._plain = next((layer.dtype for layer in self._layers if layer.dtype), None) or self._plain_dtype()
         self._float32 = {layer.names.correction_bias for layer in self._layers}
@@ -179,7 +181,12 @@ class _Conversion:
         self._target.require_sizes(self._layers[0].names.shared)
         self._errors = {(layer, field): ErrorSum() for layer in checkpoint.moe_layers for field in _FIELDS}
         held = {name for layer in self._layers for name in layer.tensors}
-        self._dense = DenseModules(checkpoint, reader, self._layers[0].names, held)
+        names = [layer.names for layer in self._layers]
+        self._dense = (
+            GgufModules(checkpoint, reader, architecture, names, held, self._counted)
+            if architecture
+            else DenseModules(checkpoint, reader, names[0], held)
+        )
         self._after = 0
         self._planned: dict[Any, list[TensorPlan]] = {}
 
@@ -310,8 +317,7 @@ class _Conversion:
 
     def settings(self) -> dict[str, Any]:
         """config.json."""
-        settings = read_json(self._checkpoint.path / "config.json")
-        nested = settings
+        nested = settings = copy.deepcopy(dict(self._checkpoint.document))
         for key in ("", *self._checkpoint.nested):
             nested = nested[key] if key else nested
             nested.pop("quantization_config", None)
@@ -319,10 +325,11 @@ class _Conversion:
         experts = [re.sub(r"[.]\d+[.][^.]+$", "", name) for name in kept if re.search(r"[.]experts[.]\d+[.]", name)]
         patterns = [f"re:{re.escape(name)}[.].*" for name in dict.fromkeys(experts)]
         quantization = self._target.settings(kept, patterns)
+        dtype = {"torch_dtype" if "torch_dtype" in settings else "dtype": self._target.dtype}
         if quantization is None:
-            name = "torch_dtype" if "torch_dtype" in settings else "dtype"
-            return settings | {name: self._target.dtype}
-        return settings | {"quantization_config": quantization}
+            return settings | dtype
+        # Metadata of GGUF names none.
+        return settings | {"quantization_config": quantization} | (dtype if settings.get("dtype", "") is None else {})
 
     def report(self) -> ConversionReport:
         layers = tuple(
@@ -331,5 +338,5 @@ class _Conversion:
         )
         stored = [name for layer in self._layers for name in layer.tensors if not name.endswith(_BIAS)]
         entries = [self._reader.file_of(name).entry(name) for name in stored]
-        before = sum(TensorPlan("", entry.dtype, entry.shape).nbytes for entry in entries)
+        before = sum(math.prod(entry.shape) * BITS.get(entry.dtype, 8) // 8 for entry in entries)
         return ConversionReport(self._format, layers, before, self._after, tuple(self._not_finite))

@@ -22,7 +22,7 @@ from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.packing import Packing
 from moe_core.checkpoint.quantized import ARRAYS
 from moe_core.checkpoint.resolve import Resolver, plain_part, scale_check, tensors_of
-from moe_core.checkpoint.stacks import LayerNames
+from moe_core.checkpoint.stacks import LayerNames, written_names
 from moe_core.checkpoint.storage import FLOATING, NUMPY_DTYPES, Part, Stack, StackReader, turn
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor
 from moe_core.layers.convert import gate_place
@@ -61,6 +61,8 @@ class LayerSource:
     def __init__(self, checkpoint: Checkpoint, reader: StackReader, layer: int) -> None:
         self._reader = reader
         self.layer, self.names = layer, checkpoint.names(layer)
+        if self.names.gguf:
+            self.names = written_names(checkpoint.architecture, layer, None, checkpoint.nested)
         layout = checkpoint.layout(layer)
         self._packings = layout.packings
         self._stacks = {name: stack for name, stack in layout.stacks.items() if name.startswith("experts.")}
@@ -106,7 +108,9 @@ class LayerSource:
         if field != "down" and self._is_joined and not _splits(format, self._gate_layout, rows):
             return None
         stored = self._reader.stored_dtype(self._stacks[f"{name}.scales"].parts[0].tensor)
-        return Storage(format, FLOATING.get(stored, format.scale_dtypes[0]))
+        # GGUF has scales inside of its blocks, others e8m0 in any integers.
+        made = self._dtypes[f"{name}.scales"]
+        return Storage(format, FLOATING.get(stored, made if made in FLOATING.values() else format.scale_dtypes[0]))
 
     def nvfp4(self, expert: int, fields: tuple[str, ...]) -> dict[str, Nvfp4] | None:
         """The stored matrices of an expert, if all are nvfp4."""

@@ -31,6 +31,7 @@ _REPLACED = ("llama4_text",)
 #: Families with merged convolutions.
 _MERGED = ("bailing_hybrid", "glm5_next_text", "kimi_linear")
 _BLOCK = 128
+_HALVES = {"float16", "bfloat16"}
 #: Weights of nvfp4 as compressed-tensors describes them.
 _NVFP4 = {
     "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": NVFP4.group_columns,
@@ -40,7 +41,7 @@ _NVFP4 = {
 
 @dataclass(frozen=True)
 class Target:
-    """format: of quantised experts. dtype: of plain ones. packing: None for plain ones."""
+    """format: of quantised experts. dtype: of plain ones. packing: None for plain ones. loader: of LOADERS."""
 
     architecture: Architecture
     family: str
@@ -48,6 +49,7 @@ class Target:
     dtype: str
     packing: Packing | None
     interleaved: bool = False
+    loader: str = LOADERS[0]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, format: Format | str, dtype: str, loader: str) -> Target:
@@ -63,6 +65,7 @@ class Target:
             interleaved = family == "gpt_oss" and format.element == "e2m1"
             packing = packing_for(format, interleaved, loader == "moebius")
             target = cls(architecture, family, format, dtype, packing, interleaved)
+        target = dataclasses.replace(target, loader=loader)
         reason = target.why_not_transformers() if loader == "transformers" else None
         if reason is not None:
             raise Unsupported(
@@ -148,8 +151,10 @@ class Target:
     def quantized(self, matrix: Matrix) -> QuantizedTensor:
         """The matrix in the format. Codes and scales of the same storage are kept."""
         assert self.format is not None
-        if self.keeps(matrix):
-            return matrix  # pyright: ignore[reportReturnType]
+        if isinstance(matrix, QuantizedTensor) and self.keeps(matrix):
+            written = self._kept_dtype(matrix.scales.dtype.name)
+            scales = matrix.scales.astype(dtypes.numpy_dtype(written), copy=False)
+            return matrix if scales is matrix.scales else dataclasses.replace(matrix, scales=scales)
         plain, scale_dtype = _plain(matrix), self._scale_dtype()
         if scale_dtype is None:
             return quantize(plain, self.format)
@@ -176,6 +181,12 @@ class Target:
         plain = self.packing.method != "compressed-tensors" or self.format.has_e8m0_scales or self.dtype == "float32"
         return None if plain else self.dtype
 
+    def _kept_dtype(self, stored: str) -> str:
+        """Of scales whose codes are kept. transformers computes experts in it, so other 16 bits than the checkpoint's
+        are rounded for it."""
+        wanted = self._scale_dtype()
+        return wanted if wanted and self.loader == LOADERS[0] and {stored, wanted} == _HALVES else stored
+
     def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor | Nvfp4:
         """A matrix of an expert, without its numbers."""
         assert self.format is not None
@@ -193,7 +204,7 @@ class Target:
                 yield self.packing.tensor_name(module, component, False), array
             return
         kept = stored is not None and _same(stored.format, self.format)
-        scale_dtype = stored.scale_dtype if kept and stored is not None else self._scale_dtype()
+        scale_dtype = self._kept_dtype(stored.scale_dtype) if kept and stored is not None else self._scale_dtype()
         for name, array in self.packing.tensors(module, matrix, fused=False):
             if name.endswith(("_scale", "_scale_inv")) and scale_dtype is not None:
                 array = array.astype(dtypes.numpy_dtype(scale_dtype))
