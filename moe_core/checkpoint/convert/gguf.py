@@ -54,7 +54,7 @@ def llama_architecture(checkpoint: Checkpoint, reader: StackReader) -> str:
             f"general.architecture in {checkpoint.index.files[first]} must be {ARCHITECTURES[family]!r} for {family}, "
             f"got {stored!r}; use the config.json that belongs to the file"
         )
-    return stored
+    return str(stored)
 
 
 class _Weight(NamedTuple):
@@ -123,14 +123,15 @@ class GgufModules:
         return {name: shape for name, shape in listed.items() if not name.startswith(experts)}
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> _Weight:
-        sources = self._special.get(name) or (self._mapped(name),)
-        rows, make = 1, _first
-        if "attn_kv_b" in sources[0] and sources[0] not in self._checkpoint.index.files:
-            sources, make = tuple(sources[0].replace("attn_kv_b", f"attn_{half}_b") for half in "kv"), _kv_b
-            rows = shape[0] // self._shape(sources[0])[0]
+        sources: tuple[str, ...] = self._special.get(name, ()) or (self._mapped(name),)
+        first, rows, make = sources[0], 1, _first
+        if "attn_kv_b" in first and first not in self._checkpoint.index.files:
+            sources, make = tuple(first.replace("attn_kv_b", f"attn_{half}_b") for half in "kv"), _kv_b
+            heads = self._shape(sources[0])[0]
+            rows = shape[0] // heads
         elif len(sources) > 1:
             rows, make = shape[0], np.concatenate
-        elif self._is_rotary and (heads := self._heads(sources[0])):
+        elif self._is_rotary and (heads := self._heads(first)):
             rows = shape[0] // heads
             make = partial(_halves_apart, rows=rows)
         shapes = [self._shape(source) for source in sources]
