@@ -121,11 +121,12 @@ memcheck: environment
 soak: environment
 	$(RUN) -m tools.soak $(SOAK)
 
-# Other people's code on ours: files of vLLM, SGLang, transformers and torchtitan out of their wheels, and TensorRT-LLM's
+# Other people's code on ours: files of vLLM, SGLang, transformers, torchtitan and Megatron out of their wheels, and TensorRT-LLM's
 # files and triton_kernels' own tests where they are there.
 upstream: environment
 	$(RUN) -m tools.upstream engines
 	$(RUN) -m tools.upstream torchtitan
+	$(RUN) -m tools.upstream megatron
 	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
 	$(RUN) -m tools.upstream triton-tests --generation 3.8 || [ $$? = 69 ]
 

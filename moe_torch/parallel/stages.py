@@ -45,6 +45,14 @@ class Arrived:
     _routes: Any
     _top_k: int
 
+    @property
+    def rows_of_slots(self) -> int:
+        """Number of rows with an id. Raises Unsupported where only the device knows it."""
+        sent = getattr(getattr(self._routes, "home", None), "sent", None)
+        if sent is None:
+            raise Unsupported("rows_of_slots needs exact counts of rows; pass ExchangeSpec('all_to_all')")
+        return sum(sent)
+
     def spec(self, spec: MoESpec) -> MoESpec:
         """Options of `moe_torch.moe` on these rows, with the order of sums of one device."""
         expected = None if spec.tuning is None else spec.tuning.expected_tokens

@@ -118,6 +118,8 @@ ROOMS = {
             "peft",
             "transformers",
             "lightning",
+            "torchtitan",
+            "megatron",
             "compat",
             "parity",
             "__init__",

@@ -1,4 +1,5 @@
-"""Run other people's code on ours: `python -m tools.upstream ENGINE`, or `triton-tests`, `maxtext` or `torchtitan`."""
+"""Run other people's code on ours: `python -m tools.upstream ENGINE`, `triton-tests`, `maxtext`, `torchtitan` or
+`megatron`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ UNAVAILABLE = 69
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
-    whats = (*ENGINES, "engines", "triton-tests", "maxtext", "torchtitan")
+    whats = (*ENGINES, "engines", "triton-tests", "maxtext", "torchtitan", "megatron")
     parser.add_argument("what", nargs="?", choices=whats, default="vllm", help="engines: each of the first four")
     parser.add_argument("--wheel", type=pathlib.Path, help="the wheel; else it is downloaded once (1 to 336 MB)")
     parser.add_argument("--release", help="of an engine; else the pinned one and the newest of the package index")
@@ -44,6 +45,11 @@ def main() -> int:
             run_tests(arguments.source, arguments.only, arguments.generation, arguments.share)
         if arguments.what == "maxtext":
             return _maxtext(arguments.wheel, arguments.engine == "cuda")
+        if arguments.what == "megatron":
+            from tools.upstream.megatron import check
+            from tools.upstream.published import megatron_files
+
+            return _told(check(megatron_files(arguments.wheel)))
         if arguments.what in PINNED and arguments.release is None:
             named = None if arguments.wheel is None else [arguments.wheel.name.split("-")[1]]
             return max(_again("--release", one) for one in named or releases(arguments.what))
@@ -91,7 +97,16 @@ def _torchtitan(arguments: argparse.Namespace) -> int:
     from tools.upstream.published import torchtitan_files
     from tools.upstream.torchtitan import check
 
-    problems = check(torchtitan_files(arguments.wheel), arguments.engine)
+    files = torchtitan_files(arguments.wheel)
+    problems = check(files, arguments.engine)
+    if arguments.engine == "reference":
+        from tools.upstream.torchtitan_ranks import check_ranks
+
+        problems += check_ranks(files)
+    return _told(problems)
+
+
+def _told(problems: list[str]) -> int:
     for problem in problems:
         print(problem)
     return int(bool(problems))
@@ -113,10 +128,7 @@ def _maxtext(wheel: pathlib.Path | None, on_gpu: bool) -> int:
     if not on_gpu:
         problems += [*check(package), *check_models(package, fsdp=2, expert=2), *check_training(package)]
         problems += check_tunix(tunix_files())
-    problems += [*check_layer(package), *check_models(package)]
-    for problem in problems:
-        print(problem)
-    return int(bool(problems))
+    return _told([*problems, *check_layer(package), *check_models(package)])
 
 
 def _runs_on() -> list[str]:

@@ -16,7 +16,7 @@ from tools.environment import CPU_TRANSFORMERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "upstream"
-VLLM, MAXTEXT, TORCHTITAN, TUNIX = "0.33.0", "0.2.5", "0.3.0", "0.1.7"
+VLLM, MAXTEXT, TORCHTITAN, TUNIX, MEGATRON = "0.33.0", "0.2.5", "0.3.0", "0.1.7", "0.16.1"
 #: The commit of TensorRT-LLM's repository.
 TENSORRT_LLM = "00131d71"
 #: By engine, the release that must run beside the newest one.
@@ -39,6 +39,7 @@ _WANTED = {
     # The second is absent from folders that earlier versions unpacked.
     "maxtext": ("maxtext/", "maxtext/trainers/"),
     "google_tunix": ("tunix/",),
+    "megatron_core": ("megatron/core/",),
 }
 #: By generation, the folder `python/triton_kernels` of the Triton repository with its tests, and the tag.
 TRITON_KERNELS = {"3.5": (CACHE / "triton_kernels", "v3.5.1"), "3.8": (CACHE / "triton_kernels_38", "v3.8.0")}
@@ -94,6 +95,11 @@ def tunix_files() -> pathlib.Path:
 def torchtitan_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
     """The folder that holds the package `torchtitan` of its wheel, with the sources of its models."""
     return _unpacked("torchtitan", TORCHTITAN, wheel)
+
+
+def megatron_files(wheel: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder that holds the package `megatron` of megatron-core's wheel."""
+    return _unpacked("megatron_core", MEGATRON, wheel)
 
 
 def _unpacked(name: str, version: str, wheel: pathlib.Path | None) -> pathlib.Path:

@@ -51,7 +51,11 @@ class _Module(torch.nn.Module, _Configurable):
 
 STAND_INS: dict[str, imports.Names] = {
     "spmd_types": {"register_autograd_function": lambda function: function},
-    "torchtitan.config": {"Configurable": _Configurable},
+    "torchtitan.config": {
+        "Configurable": _Configurable,
+        "override": lambda **_: lambda factory: factory,
+        "derive": lambda source, kind, **more: kind(num_experts=source.num_experts, top_k=source.top_k, **more),
+    },
     "torchtitan.protocols.module": {"Module": _Module},
     "torchtitan.distributed.utils": {"get_spmd_backend": lambda: "default"},
     "torchtitan.distributed.spmd_types": {"maybe_set_sparse_mesh": contextlib.nullcontext},
