@@ -30,7 +30,7 @@ from moe_core.parallel.machine import Link, Machine, machine_of
 from moe_core.parallel.messages import quantized_bytes
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.plan import plan_exchange
-from moe_core.parallel.spec import ExchangeSpec, refuse_chunks
+from moe_core.parallel.spec import ExchangeSpec, ranks_of_host, refuse_chunks
 from moe_core.parallel.traffic import DRAWN, Traffic, Zipf, even_traffic, traffic_of
 from moe_core.trace import RoutingTrace
 
@@ -124,7 +124,7 @@ def predict(
         )
     machine = machine_of(machine)
     least = -(-E // ranks) * ranks / E
-    traffic = even_traffic(layer, ranks, max(share, least), _domain(machine, tensor))
+    traffic = even_traffic(layer, ranks, max(share, least), _domain(machine, tensor, spec, ranks))
     routing = "uniform routing" if share == 1 else f"the busiest rank has {share:g} times the mean"
     placement = Placement.linear(E, ranks)
     return _price(layer, tokens, machine, spec, _Loads(traffic, placement, routing), training, tensor)
@@ -167,7 +167,8 @@ def simulate(
         )
     costs = []
     for ids in samples:
-        loads = _Loads(traffic_of(ids, placement, _domain(machine, tensor)), placement, about)
+        domain = _domain(machine, tensor, spec, placement.num_ranks)
+        loads = _Loads(traffic_of(ids, placement, domain), placement, about)
         costs.append(_price(layer, tokens, machine, spec, loads, training, tensor))
     names = [name for name, _ in costs[0].stages]
     stages = tuple((name, float(np.mean([dict(one.stages)[name] for one in costs]))) for name in names)
@@ -182,14 +183,21 @@ class _Loads(NamedTuple):
     about: str
 
 
-def _domain(machine: Machine, tensor: int) -> int:
-    """Ranks of the expert axis within a domain."""
+def _domain(machine: Machine, tensor: int, spec: ExchangeSpec, ranks: int) -> int:
+    """Ranks of the expert axis within a domain, or on a host of an exchange of two levels."""
     tensor = as_integer("tensor", tensor, 1, INT32_LIMIT)
     if tensor > machine.domain:
         raise InvalidInput(
             f"tensor must be at most the machine's domain of {machine.domain}, got {tensor}; split experts within it"
         )
-    return machine.domain // tensor
+    require_kind("spec", spec, ExchangeSpec)
+    domain, local = machine.domain // tensor, ranks_of_host(spec, ranks)
+    if spec.hosts > 1 and local > domain:
+        raise InvalidInput(
+            f"exchange.hosts must leave at most the machine's domain of {domain} ranks on a host, got {spec.hosts} "
+            f"hosts of {local}; name more hosts"
+        )
+    return domain if spec.hosts == 1 else local
 
 
 def _price(
@@ -208,7 +216,7 @@ def _price(
         refuse_chunks(spec)
     (traffic, placement, _), per_rank = loads, loads.placement.per_rank
     ranks = len(traffic.slots)
-    machine = dataclasses.replace(machine, domain=_domain(machine, tensor))
+    machine = dataclasses.replace(machine, domain=_domain(machine, tensor, spec, ranks))
     if machine.network is None and ranks > machine.domain:
         raise InvalidInput(
             f"machine must have a network for {ranks} ranks in domains of {machine.domain}, got None; pass a Link"
@@ -226,36 +234,40 @@ def _price(
     plain = layer.d_model * dtypes.itemsize(_DTYPE)
     sent = plain if spec.format is None else sum(size for *_, size in quantized_bytes(spec, layer.d_model))
     out, back = _rows(layer, tokens * tensor, spec, traffic, per_rank)
-    near, hosts = machine.link(spec.mode), None
-    if machine.forwards:
+    near, hosts, home = machine.link(spec.mode), None, None
+    forwards = machine.forwards or (spec.other and spec.rows == "tokens")
+    if forwards or spec.hosts > 1:
+        hosts = home = tokens * tensor * traffic.hosts
+    if forwards:
         # Each rank adds up a token's slots before they travel.
-        hosts, back = tokens * tensor * traffic.hosts, out
+        back = out
+    elif spec.hosts > 1:
+        # A gateway passes them on as they are.
+        home = np.add.reduceat(back, np.arange(0, ranks, machine.domain))
     stages = [
         ("dispatch", _push_us(out, sent, machine, near, hosts)),
-        ("combine", _push_us(back, plain, machine, near, hosts)),
+        ("combine", _push_us(back, plain, machine, near, home)),
     ]
     if tensor > 1:
         rows, axis = tokens * (tensor - 1), machine.link("all_gather")
         stages = [("gather", axis.us(rows * plain)), *stages, ("scatter", axis.us(rows * layer.d_model * 4))]
     if training:
         # Gradients of the output travel as tokens, gradients of x as results.
-        more = {
-            name: _push_us(one, plain, machine, near, hosts) for name, one in (("dispatch", out), ("combine", back))
-        }
+        ways = ("dispatch", out, hosts), ("combine", back, home)
+        more = {name: _push_us(one, plain, machine, near, over) for name, one, over in ways}
         stages = [(name, us + more.get(name, us)) for name, us in stages]
         alone, share = 3 * alone, 3 * share
     hidden = 0.0
     if spec.mode == "peer":
         # Rows travel home during product 2, one of 3 equal matrices, and the last product of a backward, the others.
-        combine, matrices = _push_us(back, plain, machine, near, hosts), 3 if layer.gated else 2
+        combine, matrices = _push_us(back, plain, machine, near, home), 3 if layer.gated else 2
         each = share / 3 / matrices
         hidden = min(combine, share / matrices)
         if training:
             hidden = min(combine, each) + min(combine, (matrices - 1) * each)
     if spec.mode == "all_to_all" and ranks > 1:
         groups = placement.num_places if spec.rows == "slots" else 2 * ranks
-        counts = np.ones(ranks), 4 * (len(Header._fields) + groups * spec.chunks)
-        stages.insert(0, ("counts", _push_us(*counts, machine, near)))
+        stages.insert(0, ("counts", _counts_us(spec, ranks, groups, machine, near)))
     # The last product already sent its rows. The rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
@@ -280,15 +292,29 @@ def _price(
     return Prediction(ranks * tensor, tokens, tuple(stages), us, alone, uneven, bound, buffers, static, assumed)
 
 
+def _counts_us(spec: ExchangeSpec, ranks: int, groups: int, machine: Machine, near: Link) -> float:
+    """Each rank sends a header to all, and counts to all of its level: all ranks, or hosts and then their ranks."""
+    header = 4 * len(Header._fields)
+    if spec.other:
+        return _push_us(np.ones(ranks), header, machine, near)
+    if spec.hosts == 1:
+        return _push_us(np.ones(ranks), header + 4 * groups * spec.chunks, machine, near)
+    local, network = ranks // spec.hosts, machine.network or near
+    inside = near.us((local - 1) * (header + 8 * local), local - 1)
+    between = network.us((spec.hosts - 1) * (header + 8 * spec.hosts), spec.hosts - 1)
+    return _push_us(np.ones(ranks), header, machine, near) + between + (inside if local > 1 else 0.0)
+
+
 def _assumptions(layer: MoELayerSpec, machine: Machine, spec: ExchangeSpec, loads: _Loads) -> tuple[str, ...]:
-    placement, router = loads.placement, layer.router
+    placement, router, forwards = loads.placement, layer.router, machine.forwards or spec.other
     ranks, far = placement.num_ranks, placement.num_ranks > machine.domain
     copies = int((placement.tables.expert_of_place >= 0).sum()) - placement.num_experts
     texts = {
         loads.about: True,
         f"{copies} replicas of {placement.num_experts} experts": copies > 0,
         f"a token's experts are in {router.topk_group} of {router.num_groups} groups": router.num_groups > 1,
-        "not Moebius' exchange: a token crosses to a host once, which adds up its results": far and machine.forwards,
+        "a token crosses to a host once, which adds up its results, as DeepEP does": far and forwards,
+        f"{spec.hosts} hosts: a token crosses to one once, and its results come back one by one": spec.hosts > 1,
         machine.assumed: far and bool(machine.assumed),
         "products and memory at the machine's rates": machine.products is None,
         "no time of the host, which eager calls of all_to_all wait for": spec.mode == "all_to_all" and ranks > 1,

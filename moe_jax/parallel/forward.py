@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel import ExchangeSpec, ParallelOutput, Placement, plan_exchange
+from moe_core.parallel import ExchangePlan, ExchangeSpec, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.operands import require_given, require_scores
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs import MoESpec, Tuning
@@ -164,7 +165,7 @@ def run(
     )
     if logits is not None:
         require_scores(logits.shape, x.shape[0], placement)
-    plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange)
+    require_memory(plan_exchange(tokens, ids.shape[1], x.shape[1], x.dtype.name, placement, group.exchange))
     brought = Brought(jax.lax.stop_gradient(x), wide, ids, traveling, mask, here and here.ids)
     if tensor is not None:
         brought, experts = gathered(tensor, brought), bias_once(tensor, experts)
@@ -196,6 +197,25 @@ def run(
     counts = counts.at[chosen].add(1, mode="drop")
     received = result.tokens_per_expert
     return ParallelOutput(output, ids, weights, logits, counts, invalid_ids, received, routes.overflow)
+
+
+@functools.cache
+def _memory() -> int | None:
+    """Bytes of a device, None where JAX does not know them."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def require_memory(plan: ExchangePlan) -> None:
+    """Raise InvalidInput if room for the worst case, without a bound, takes more than a quarter of the memory."""
+    memory = _memory()
+    spec, ranks, peak = plan.spec, plan.placement.num_ranks, plan.peak()
+    bounds = spec.mode != "all_gather" and spec.hosts == 1 and spec.receive is None
+    if bounds and memory is not None and peak > memory / 4:
+        fair = plan.tokens * (plan.top_k if spec.rows == "slots" else min(plan.top_k, ranks))
+        raise InvalidInput(
+            f"exchange.receive must bound the rows of a rank, got None: room for every routing takes {peak / 1e9:.1f} "
+            f"of {memory / 1e9:.1f} GB; pass receive={2 * fair}, twice the mean, or {ranks * fair} for every routing"
+        )
 
 
 class Sent(NamedTuple):

@@ -18,7 +18,16 @@ from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import TopK
 from moe_jax.bridge.calls import Array, require_type
 from moe_jax.parallel.collectives import AxisName, varying_over
-from moe_jax.parallel.forward import PLAIN_EXCHANGE, Group, group_of, require_ranks, require_x, route_of, sent_out
+from moe_jax.parallel.forward import (
+    PLAIN_EXCHANGE,
+    Group,
+    group_of,
+    require_memory,
+    require_ranks,
+    require_x,
+    route_of,
+    sent_out,
+)
 from moe_jax.parallel.function import combine as combined
 from moe_jax.parallel.function import used
 from moe_jax.parallel.routes import Routes, Sizes
@@ -90,7 +99,7 @@ def dispatch(
     (wide,) = used(x, 1, jnp.float32)
     given: Any = TopK(ids, weights)  # pyright: ignore[reportArgumentType]
     chosen, _, _, traveling = route_of(x, x, given, None, mask, placement.num_experts)
-    plan_exchange(x.shape[0], chosen.shape[1], x.shape[1], x.dtype.name, placement, exchange)
+    require_memory(plan_exchange(x.shape[0], chosen.shape[1], x.shape[1], x.dtype.name, placement, exchange))
     sent = sent_out(group, Brought(jax.lax.stop_gradient(x), wide, chosen, traveling, mask), x.shape[0])
     return Arrived(sent.rows, sent.routes.ids, sent.weights, sent.routes.overflow, sent.routes, sent.sizes)
 

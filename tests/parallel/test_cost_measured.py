@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,14 +123,22 @@ def test_a_token_crosses_once_for_a_host_that_forwards() -> None:
     layer = MoELayerSpec(1000, 500, 4, 4)
     slow, fast = Link(0.0, 1.0), Link(0.0, 1e9)
 
-    def us(near: Link, far: Link, forwards: bool = False) -> tuple[float, float]:
-        return stages(predict(layer, 100, 4, Machine(near, far, 2, 1.0, 1e3, forwards=forwards), ExchangeSpec()))
+    def us(near: Link, far: Link, forwards: bool = False, **spec: Any) -> tuple[float, float]:
+        return stages(predict(layer, 100, 4, Machine(near, far, 2, 1.0, 1e3, forwards=forwards), ExchangeSpec(**spec)))
 
     assert us(fast, slow, forwards=True) == pytest.approx((200.0, 200.0), rel=1e-5)
     assert us(slow, fast, forwards=True) == pytest.approx((400.0, 400.0), rel=1e-5)
+    # With rows of tokens DeepEP's buffer does so. In our two levels both results of a host come back.
+    assert us(fast, slow, transport="deep_ep") == pytest.approx((200.0, 200.0), rel=1e-5)
+    assert us(fast, slow, hosts=2) == pytest.approx((200.0, 400.0), rel=1e-5)
+    assert us(slow, fast, hosts=2) == pytest.approx((400.0, 400.0), rel=1e-5)
+    found = predict(layer, 100, 4, Machine(fast, slow, 2, 1.0, 1e3), ExchangeSpec(hosts=2))
+    assert "2 hosts: a token crosses to one once" in str(found)
+    with pytest.raises(InvalidInput, match=r"exchange.hosts must leave at most the machine's domain of 1 ranks"):
+        predict(layer, 100, 4, Machine(fast, slow, 1, 1.0, 1e3), ExchangeSpec(hosts=2))
     assert us(fast, slow) == pytest.approx((400.0, 400.0), rel=1e-5)
     named = predict(layer, 100, 4, Machine(slow, slow, 2, 1.0, 1e3, forwards=True), ExchangeSpec()).assumed
-    assert any("not Moebius' exchange" in one for one in named)
+    assert any("adds up its results" in one for one in named)
 
 
 def test_messages_to_more_peers_take_longer() -> None:

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from moe_core.errors import Unsupported
+
 S, B, D, F, E, K = 6, 4, 32, 16, 8, 3
 RANKS, PADDED = (1, 2), 2
 #: Results differ by roundings to bf16: Megatron multiplies by probabilities ahead of the second product.
@@ -102,6 +104,12 @@ def _alone(ours: Any, theirs: Any, folder: str) -> list[str]:
         weight = getattr(fused.experts, name)
         if not weight.grad_added_to_main_grad or not torch.equal(weight.main_grad.bfloat16(), plain[name]):
             problems.append(f"main_grad of {name} is not the gradient in fp32")
+    for option in ({"fp8": "hybrid"}, {"moe_apply_probs_on_input": True}, {"activation_func": torch.sigmoid}):
+        try:
+            _layer(True, 1, **option)
+            problems.append(f"{option} is not refused")
+        except Unsupported:
+            pass
     group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for number, (source, target) in enumerate(((theirs, ours), (ours, theirs))):
         for parameter in source.parameters():

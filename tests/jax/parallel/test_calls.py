@@ -21,7 +21,7 @@ from moe_core.specs import MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import RouterLogits, TopK
 from moe_jax import parallel
 from moe_jax.parallel import exchange as arithmetic
-from moe_jax.parallel import function, routes
+from moe_jax.parallel import forward, function, routes
 from moe_jax.parallel.forward import Group
 from tests.support.jax import running_on, to_jax
 from tests.support.parallel.jax import RANKS, by_place, compare_with_one_device, ep_mesh, group_step, run_group
@@ -252,3 +252,16 @@ def test_planted_faults_are_found(fault: Any, exchange: ExchangeSpec, monkeypatc
         compare_with_one_device(problem_of(), exchange, "with a fault")
     group_step.cache_clear()
     jax.clear_caches()
+
+
+def test_room_for_every_routing_is_bounded_by_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_memory", lambda: 80 * 10**9)
+    placement = Placement.linear(256, 64)
+    sizes = 4096, 8, 7168, "bfloat16", placement
+    with pytest.raises(
+        InvalidInput, match=r"receive must bound .* takes 30\.\d of 80.0 GB; pass receive=65536, twice the"
+    ):
+        forward.require_memory(plan_exchange(*sizes, ExchangeSpec()))
+    forward.require_memory(plan_exchange(*sizes, ExchangeSpec(receive=65536)))
+    monkeypatch.setattr(forward, "_memory", lambda: None)
+    forward.require_memory(plan_exchange(*sizes, ExchangeSpec()))
