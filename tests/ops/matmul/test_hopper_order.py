@@ -102,7 +102,7 @@ def gradient(**options: Any) -> dict[str, Any]:
     chosen = {"LEFT_GATHER": "row", "RIGHT_GATHER": "row", "STAGES": 3, **options}
     arrays = {name: value for name, value in layout(128).items() if name not in ("schedule", "num_blocks")}
     sizes = {"M": 192, "N": 256, "LEFT_STRIDE": 192, "RIGHT_STRIDE": 256, "LEFT_START": 0, "RIGHT_START": 0}
-    return {**arrays, **sizes, "NUM_GROUPS": len(SIZES), "TOP_K": 2, "GROUP_M": 2, **chosen}
+    return {**arrays, **sizes, "NUM_GROUPS": len(SIZES), "TOP_K": 2, **chosen}
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -14,8 +14,8 @@ SM90_WEIGHT_GRADIENT = declare_kernel(kernels.weight_gradient)
 
 #: 16-bit elements in the 16 bytes that TMA and cp.async move.
 _VECTOR = 8
-#: Result rows per consumer, columns per store, row tiles that share columns.
-_CONSUMER_ROWS, _PIECE, _GROUP_M = 64, 128, 8
+#: Result rows per consumer, columns per store.
+_CONSUMER_ROWS, _PIECE = 64, 128
 SM90_GRADIENT_TILE = (2 * _CONSUMER_ROWS, SM90_WIDTH)
 
 
@@ -81,7 +81,7 @@ def launch_sm90_gradient(
         **passed(NUM_GROUPS=groups, M=m, N=n, LEFT_STRIDE=strides[0], RIGHT_STRIDE=strides[1]),
         **passed(LEFT_START=starts[0], RIGHT_START=starts[1]),
         **passed(LEFT_GATHER=spec.gather[0], RIGHT_GATHER=spec.gather[1]),
-        **passed(TOP_K=layout.top_k, STAGES=SM90_STAGES, GROUP_M=_GROUP_M),
+        **passed(TOP_K=layout.top_k, STAGES=SM90_STAGES),
     }
     tiles = groups * -(-m // SM90_GRADIENT_TILE[0]) * -(-n // SM90_GRADIENT_TILE[1])
     grid = min(tiles, builder.target.num_sms)

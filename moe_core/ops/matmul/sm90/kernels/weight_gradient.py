@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_core.ops.common.kernels.aggregates import Layout, Rows, Tiles, aggregate_of
 from moe_core.ops.common.kernels.rows import source_rows
-from moe_core.ops.matmul.portable.kernel import tile_of_program
 from moe_core.ops.matmul.sm90.kernels.matmul import halves
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
@@ -130,8 +129,9 @@ def load_tile(tiles, pipeline, left, right, layout, gradients, part, stage, phas
 
 
 @gluon.jit
-def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M: gl.constexpr):
-    """Take, announce and load tiles, expert by expert. Facts: stages, row of d_weight, row of M, column."""
+def producer(tiles, pipeline, left, right, layout, counters, gradients):
+    """Take, announce and load tiles, expert by expert, all columns of the same rows after each other. Facts: stages,
+    row of d_weight, row of M, column."""
     TILES_M: gl.constexpr = (gradients.M + 2 * ROWS - 1) // (2 * ROWS)
     TILES_N: gl.constexpr = (gradients.N + WIDE - 1) // WIDE
     TILES: gl.constexpr = TILES_M * TILES_N
@@ -148,11 +148,10 @@ def producer(tiles, pipeline, left, right, layout, counters, gradients, GROUP_M:
         # The layout is read one tile ahead, and the counter two tiles ahead.
         later = gl.atomic_add(counters, 1, sem="relaxed")
         group = number // TILES
-        tile_m, tile_n = tile_of_program(number % TILES, TILES_M, TILES_N, GROUP_M)
         start, size = bounds(next_start, next_size, layout.num_rows)
         next_start = gl.load(layout.group_start + gl.minimum(following // TILES, LAST))
         next_size = gl.load(layout.group_sizes + gl.minimum(following // TILES, LAST))
-        m, n = tile_m * (2 * ROWS), tile_n * WIDE
+        m, n = number % TILES // TILES_N * (2 * ROWS), number % TILES_N * WIDE
         mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
         announce(pipeline, place, gl.maximum((size + DEPTH - 1) // DEPTH, 1), group * gradients.M + m, m, n)
         place, ring_phase = advance(place, ring_phase, RING)
@@ -227,7 +226,7 @@ def weight_gradient(
     left, left_map, right, right_map, group_sizes, group_start, slot_of_row, counters, d_weight_map, d_bias,
     num_rows, num_slots, NUM_GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, LEFT_STRIDE: gl.constexpr,
     RIGHT_STRIDE: gl.constexpr, LEFT_START: gl.constexpr, RIGHT_START: gl.constexpr, LEFT_GATHER: gl.constexpr,
-    RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    RIGHT_GATHER: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """See `portable.weight_gradient_kernel`.
 
@@ -250,7 +249,7 @@ def weight_gradient(
         [
             (consumer, (0, tiles, pipeline, Gradients(d_weight_map, None, NUM_GROUPS, M, N))),
             (consumer, (1, tiles, pipeline, gradients)),
-            (producer, (tiles, pipeline, left_rows, right_rows, layout, counters, gradients, GROUP_M)),
+            (producer, (tiles, pipeline, left_rows, right_rows, layout, counters, gradients)),
         ],
         [4, PRODUCER_WARPS],
         [208, 88],
