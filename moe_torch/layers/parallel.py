@@ -69,6 +69,12 @@ class LayerExchange:
 
     def before(self, layer: Any, arguments: Any) -> None:
         self.counted = self.began = False
+        if not all(self.placement.occupied) and is_gathered(layer.experts) and torch.is_grad_enabled():
+            rank = self.placement.occupied.index(0)
+            raise Unsupported(
+                f"fully_shard of experts needs an expert on every rank, got {self.placement} and none on rank {rank}: "
+                "torch's reduction of gradients fails there; share them among fewer ranks"
+            )
         if self.warns and is_gathered(layer.experts) and torch.is_grad_enabled():
             self.warns = False
             warnings.warn(

@@ -261,6 +261,26 @@ def test_replicas_are_for_inference(ranks: Pool) -> None:
             np.testing.assert_array_equal(initial[key], drawn[key], key)
 
 
+def without_an_expert(group: Any) -> tuple[str, bool]:
+    """What training of one expert on two ranks in FSDP raises, and that inference runs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    layer = parallelize(MoE(16, 24, 1, 1), ExpertParallel(mesh["ep"], gradients="mean"))
+    fully_shard(layer.experts, mesh=mesh["efsdp"])
+    with torch.no_grad():
+        ran = layer(torch.ones(3, 16)).isfinite().all()
+    try:
+        layer(torch.ones(3, 16))
+    except Unsupported as error:
+        return str(error), bool(ran)
+    return "", bool(ran)
+
+
+def test_fsdp_needs_an_expert_on_every_rank(ranks: Pool) -> None:
+    text = "fully_shard of experts needs an expert on every rank, got 1 experts on 2 ranks"
+    for said, ran in ranks.call(without_an_expert, [()] * 4):
+        assert ran and text in said and "none on rank 1" in said
+
+
 def sharded_twice(group: Any, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Gradients of a layer on a mesh of 2 x 2 ranks: experts over one axis and FSDP over the other, all else over both.
 
