@@ -1,4 +1,4 @@
-"""LoRA on a frozen Mixture-of-Experts layer in PyTorch: trained, then served beside another adapter in one batch.
+"""LoRA on a frozen Mixture-of-Experts layer in PyTorch: trained, then eight adapters served in one decode loop.
 
 The frozen weights may be quantised (QLoRA): they stay codes, and gradients go through them.
 
@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 from moe_core.ops.quantize.reference import quantize
-from moe_torch import LoRA, MoE, Scheme, scheme_named
+from moe_torch import LoRA, LoRAFactors, MoE, Scheme, scheme_named
 
 BATCH, D, F, E, K, RANK, ALPHA = 64, 128, 128, 4, 2, 4, 8.0
 
@@ -64,16 +64,40 @@ def train(scheme: Scheme | None, device: str) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "frozen"
     print("the frozen weights are bitwise what they were")
 
-    # Serve: a copy of the adapter at half strength in slot 1, and tokens of both and of none in one batch.
-    adapter = lora.export(0)
-    lora.load(1, dataclasses.replace(adapter, scale=adapter.scale / 2))
-    ids = torch.arange(BATCH, dtype=torch.int32, device=device) % 3 - 1
+
+def serve(device: str) -> None:
+    """Decode with eight adapters in one batch. Between two steps of one graph an adapter leaves and another comes."""
+    torch.manual_seed(0)
+    layer = MoE(D, F, E, K, device=device)
+    slots = layer.eval().add_lora(LoRA(RANK, alpha=ALPHA, slots=8, max_rank=16))
+    shapes = {"a1": (D, RANK), "b1": (RANK, 2 * F), "a2": (F, RANK), "b2": (RANK, D)}
+
+    def adapter() -> LoRAFactors:
+        return LoRAFactors(**{name: 0.3 * torch.randn(E, *shape, device=device) for name, shape in shapes.items()})
+
+    for slot in range(8):
+        slots.load(slot, adapter())
+    x, ids = torch.randn(16, D, device=device), torch.arange(16, dtype=torch.int32, device=device) % 8
     with torch.no_grad():
-        mixed = layer(x, adapter_ids=ids)
-        alone = [layer(x, adapter_ids=torch.full_like(ids, slot)) for slot in (-1, 0, 1)]
-    for slot, y in zip((-1, 0, 1), alone, strict=True):
-        torch.testing.assert_close(mixed[ids == slot], y[ids == slot], rtol=1e-4, atol=1e-5)
-    print("one batch serves both adapters and tokens without one")
+        y, run = layer(x, adapter_ids=ids), None
+        if device == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layer(x, adapter_ids=ids)
+            run = graph.replay
+        for step in range(4):
+            if step == 1:
+                slots.evict(3)
+            if step == 2:
+                slots.load(3, adapter())
+            if run is not None:
+                run()
+            else:
+                y = layer(x, adapter_ids=ids)
+            alone = layer(x, adapter_ids=torch.where(ids == 3, ids, -1))
+            torch.testing.assert_close(y[ids == 3], alone[ids == 3], rtol=1e-4, atol=1e-5)
+            x.copy_(x + torch.tanh(y))  # in place of the rest of a model
+    print(f"8 adapters served in one batch{', replaced under a CUDA graph' if run else ''}")
 
 
 def main() -> None:
@@ -87,6 +111,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in parser.parse_args().schemes:
         train(None if name == "plain" else scheme_named(name), device)
+    serve(device)
 
 
 if __name__ == "__main__":
