@@ -117,6 +117,7 @@ def one_plain(tensors: dict[str, np.ndarray]) -> None:
         (one_plain, False, VLLM, "has one format per layer"),
         (one_plain, False, SGLANG, "has one format per layer"),
         (None, True, TRANSFORMERS, "raises: no zero points in experts"),
+        (None, True, SGLANG, "raises: it has zero points of experts turned"),
     ],
 )
 def test_loaders_that_would_misread(tmp_path, change, zero_points, loader, effect):

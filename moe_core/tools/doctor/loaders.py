@@ -81,6 +81,8 @@ _RULES: tuple[Rule, ...] = (
         "raises: fp8 experts need quantised activations, such as dynamic ones per token"),
     ((SGLANG,), lambda f: f.kind in ("mxfp4-pack-quantized", "mxfp8-quantized"), "raises on GPUs: no such experts"),
     ((VLLM, SGLANG), lambda f: f.all_are("bitsandbytes int8"), "has no int8 experts of bitsandbytes"),
+    ((SGLANG,), lambda f: f.kind == "pack-quantized" and f.zero_points,
+        "raises: it has zero points of experts turned, and loads them as stored"),
     ((SGLANG,), lambda f: f.kind == "int-quantized", "raises on GPUs: W8A8 int8 experts run on NPUs only"),
 )  # fmt: skip
 
