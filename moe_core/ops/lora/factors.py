@@ -8,6 +8,10 @@ from moe_core.base import ArraySpec, Target, keep_plans, padded, row_stride
 from moe_core.ops.lora.adapters import Adapters, adapter_inputs
 from moe_core.ops.lora.kernels import factors as kernels
 from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
+from moe_core.specs.tile import shared_limit
+
+#: Bytes of shared memory of four long steps.
+_MUCH_SHARED = 160 * 1024
 
 SHRINK = declare_kernel(kernels.shrink)
 FACTOR_GRADIENT = declare_kernel(kernels.factor_gradient)
@@ -33,7 +37,7 @@ def plan_shrink(x: ArraySpec, factor: ArraySpec, adapters: Adapters, gather: str
 
         return builder.reference(twins.shrink, present, {"adapters": adapters, "gather": gather}, ("low",))
     block_m, block_n = adapters.block_m(target), min(64, padded(rank, 16))
-    block_k = min(64, padded(depth)) if x.dtype != "float32" or not target.on_gpu else 32
+    block_k, num_stages = _shrink_steps(block_m, depth, x.dtype, target)
     schedule = adapters.virtual.max_blocks(block_m)
     builder.input("virtual_schedule", ArraySpec((schedule, 2), "int32"), Role.VIRTUAL_SCHEDULE)
     slot, expert, k_stride, r_stride = adapters.strides(factor)
@@ -46,9 +50,18 @@ def plan_shrink(x: ArraySpec, factor: ArraySpec, adapters: Adapters, gather: str
         **(adapters.dropout.constants() | passed(INPUT_PRECISION=adapters.precision(x.dtype))),
         **passed(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k),
     }
-    builder.launch(SHRINK, (schedule, -(-rank // block_n)), arguments, 4, 3 if target.on_gpu else 1)
+    builder.launch(SHRINK, (schedule, -(-rank // block_n)), arguments, 4, num_stages)
     builder.sums(f"k in blocks of {block_k}, in order, fp32 accumulator; no split")
     return builder.build()
+
+
+def _shrink_steps(block_m: int, depth: int, dtype: str, target: Target) -> tuple[int, int]:
+    """Returns (block_k, stages)."""
+    if not target.on_gpu or dtype == "float32":
+        return (32, 3) if target.on_gpu else (min(64, padded(depth)), 1)
+    # Few rows wait for memory: more bytes under way.
+    few = block_m == 16 and shared_limit(target.arch) > _MUCH_SHARED
+    return (min(256, padded(depth)), 4) if few else (min(64, padded(depth)), 3)
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,14 @@ def plan_adapter_layout(
 
         function, made = function_name(twins.virtual_ids), ("virtual", "block_invalid")
         builder.add_reference(ReferenceCall(function, tuple(present.items()), (("adapters", adapters),), made))
+    heights = (adapters.block_m(target),) if target.compiled else ()
     plan = plan_layout(
         builder.spec("virtual"),
         virtual,
         target,
         token_mask=token_mask,
         given_weights=routing.weights,
+        block_ms=heights,
         tile_counters=tile_counters,
     )
     if tile_counters:
@@ -88,6 +90,9 @@ def plan_adapter_layout(
     bindings |= {"given_weights": "given_weights", "row_weight": "row_weight"} if routing.weights is not None else {}
     bindings |= {"tile_counters": "tile_counters"} if tile_counters else {}
     roles = {"group_sizes": Role.VIRTUAL_SIZES, "group_start": Role.VIRTUAL_START}
+    for height in heights:
+        builder.output("virtual_schedule", plan.spec(f"schedule_{height}"))
+        bindings[f"schedule_{height}"], roles[f"schedule_{height}"] = "virtual_schedule", Role.VIRTUAL_SCHEDULE
     builder.call(plan, "virtual", bindings, roles)
     names = ("virtual_start", "virtual_invalid", "block_invalid", "group_sizes", "group_start", "invalid_ids")
     if target.compiled:
@@ -104,8 +109,6 @@ def plan_adapter_layout(
         plan = plan_schedule(layout, block_m, target)
         builder.output(name, plan.spec("schedule"))
         builder.call(plan, name, {"group_sizes": "group_sizes", "schedule": name})
-    if target.compiled:
-        add_virtual_schedule(builder, adapters, "virtual_sizes", builder.output)
     builder.sums("an expert's rows: no adapter first, then adapters ascending, each in slot order")
     return builder.build()
 

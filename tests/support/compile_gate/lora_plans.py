@@ -33,8 +33,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 return ArraySpec((e, inside, outside), dtype)
             return quantized_specs(QuantizedSpec(scheme_named(scheme).weights), (e, outside, inside))
 
-        def factor(*shape: int, lead: tuple[int, int] = (slots, e)) -> ArraySpec:
-            return ArraySpec((*lead, *shape), "float32")
+        def factor(*shape: int, lead: tuple[int, int] = (slots, e), alike: str | None = dtype if dropout else None):
+            return ArraySpec((*lead, *shape), alike if alike is not None and shape else "float32")
 
         experts = ExpertWeights(matrix(d, f if separate else 2 * f), matrix(f, d), matrix(d, f) if separate else None)
         pairs = factor(d, rank), factor(rank, 2 * f), factor(f, rank), factor(rank, d)

@@ -55,7 +55,8 @@ def shrink(
             if THRESHOLD > 0 and MASKED is not None:
                 left = tl.where(kept(seed, source_rows(rows, slots, MASKED, TOP_K), k, THRESHOLD, SALT), left, 0.0)
             pointers = matrix + k[:, None] * K_STRIDE + columns[None, :] * R_STRIDE
-            right = tl.load(pointers, mask=(k < D)[:, None] & used[None, :], other=0.0).to(left.dtype)
+            # A mask of unused columns, whose sums become zeros, would split the reads into single elements.
+            right = tl.load(pointers, mask=(k < D)[:, None] & (columns < RANK)[None, :], other=0.0).to(left.dtype)
             total = tl.dot(left, right, total, input_precision=INPUT_PRECISION)
         total = total * (tl.load(scale + adapter * NUM_EXPERTS + expert) * KEPT)
         # A row with inf or NaN would make NaN of the zeros.
