@@ -146,15 +146,22 @@ class Splits(NamedTuple):
     peer_start: np.ndarray
 
 
+def rows_by_pair(counts: np.ndarray, receive: int | None = None) -> np.ndarray:
+    """Return the rows from each rank to each, int64 `[W, W]`. Arguments as for `splits`."""
+    num_ranks, groups = counts.shape
+    pairs = counts.astype(np.int64)
+    if groups != num_ranks:
+        pairs = pairs.reshape(num_ranks, num_ranks, -1).sum(axis=2)
+    return pairs if receive is None else np.clip(receive - (np.cumsum(pairs, axis=0) - pairs), 0, pairs)
+
+
 def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
     """Return the splits of a rank, from counts int32 `[W, G]`. An owner takes the first `receive` rows.
 
     Counts [[2, 1], [3, 0]], rank 1, receive 4: sent [2, 0], received [1, 0], sent_start [0, 3], peer_start [2, 1].
     """
-    num_ranks = len(counts)
-    pairs = counts.astype(np.int64).reshape(num_ranks, num_ranks, -1).sum(axis=2)
+    pairs, kept = rows_by_pair(counts), rows_by_pair(counts, receive)
     start = np.cumsum(pairs, axis=0) - pairs
-    kept = pairs if receive is None else np.clip(receive - start, 0, pairs)
     first = np.cumsum(pairs[rank]) - pairs[rank]
     return Splits(*(array.astype(np.int32) for array in (kept[rank], kept[:, rank], first, start[rank])))
 

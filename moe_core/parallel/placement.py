@@ -5,6 +5,7 @@ Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import heapq
@@ -56,12 +57,15 @@ class Placement:
     num_experts: int
     owners: tuple[tuple[int, ...], ...]
     version: int = 0
+    #: In compiled programs, see `of_text`.
+    text: str = dataclasses.field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_integer(self, "num_experts", 1, INT32_LIMIT)
         set_integer(self, "version", 0, INT32_LIMIT)
         owners = tuple(tuple(int(expert) for expert in rank) for rank in self.owners)
         object.__setattr__(self, "owners", owners)
+        object.__setattr__(self, "text", f"{self.num_experts} {self.version} {owners}")
         lengths = sorted({len(rank) for rank in owners})
         if len(lengths) != 1 or lengths[0] == 0:
             raise InvalidInput(
@@ -85,6 +89,19 @@ class Placement:
             raise InvalidInput(
                 f"owners must hold each of the {self.num_experts} experts, got none of {missing[:8]}; add the missing"
             )
+
+    @staticmethod
+    def of_text(text: str) -> Placement:
+        num_experts, version, owners = text.split(" ", 2)
+        return Placement(int(num_experts), ast.literal_eval(owners), int(version))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Each call looks several times for what is kept by placement.
+        return hash((self.num_experts, self.owners, self.version))
 
     @property
     def num_ranks(self) -> int:

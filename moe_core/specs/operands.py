@@ -15,15 +15,16 @@ from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 
 _OPTIONS = ("spec", "sparse_mixer")
+_names: dict[type, tuple[str, ...]] = {}
 
 
 def named_fields(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:
     """(name, value) of every array field that is not None. A quantised tensor is one value."""
-    return tuple(
-        (prefix + field.name, getattr(bundle, field.name))
-        for field in dataclasses.fields(bundle)
-        if field.name not in _OPTIONS and getattr(bundle, field.name) is not None
-    )
+    kind = type(bundle)
+    names = _names.get(kind)
+    if names is None:
+        names = _names[kind] = tuple(field.name for field in dataclasses.fields(kind) if field.name not in _OPTIONS)
+    return tuple([(prefix + name, value) for name in names if (value := getattr(bundle, name)) is not None])
 
 
 def named_arrays(bundle: Any, prefix: str = "") -> tuple[tuple[str, Any], ...]:

@@ -62,7 +62,6 @@ PLAIN_TENSORS = _key_sets(
     *(f"{kind} ADInplaceOrView Autograd{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
     *(f"{kind} Autocast{kind}" for kind in ("CPU", "CUDA")),
 )
-#: Other classes may have a `__torch_function__`.
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -111,9 +110,8 @@ BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 #: True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
 _executes = _named("_C._will_engine_execute_node")
-#: None if torch does not tell.
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
-#: Returns True if the current backward may run again, or torch does not tell.
+#: Returns True if the current backward may run again, or torch does not tell. `transforming`: None if it does not.
 keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
 is_wrapped: Callable[[torch.Tensor], bool] = _named(
     "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: bool(transforming())
@@ -121,7 +119,6 @@ is_wrapped: Callable[[torch.Tensor], bool] = _named(
 
 
 def require_destinations() -> None:
-    """Raise Unsupported if torch does not tell where a gradient goes."""
     if _executes is None:
         raise Unsupported(
             f"main_grad=True needs torch._C._will_engine_execute_node, which torch {torch.__version__} has not; leave "
@@ -312,6 +309,9 @@ def group_store(group: Any) -> Any:
     return None
 
 
+#: `(group, into, values, options)` starts an all-gather. The first name is of torch 2.13. None: torch has neither.
+_gather = _named("distributed.ProcessGroup._allgather_base")
+gather_all: Any = _named("distributed.ProcessGroup.all_gather_single", _gather)
 #: The DeviceMesh that a mesh is an axis of. Raises AttributeError if torch does not tell.
 root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
 

@@ -38,7 +38,7 @@ from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import PrepackedExperts, is_gathered
 from moe_torch.layers.placed import ExpertTensor, PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.layers.shards import Own
-from moe_torch.parallel.forward import Calls, ExpertParallel, exchanged, tell_peers, tells_peers
+from moe_torch.parallel.forward import Calls, ExpertParallel, called, tell_peers, tells_peers
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.tensor import total_of
 
@@ -64,7 +64,7 @@ class LayerExchange:
 
     def __deepcopy__(self, memo: Any) -> LayerExchange:
         # Copies of a layer are on the same ranks, without a Rebalancer.
-        calls = dataclasses.replace(self.calls, number=0)
+        calls = Calls.of_layer(self.calls.layer, self.calls.shares_factors)
         return LayerExchange(self.parallel, self.placement, calls=calls)
 
     def before(self, layer: Any, arguments: Any) -> None:
@@ -128,7 +128,7 @@ class LayerExchange:
             lora = lora and dataclasses.replace(lora, **one)
         placement = self.placement if self.moving is None else self.moving
         operands = MoEOperands(x, experts, routing, token_mask, None, shared, lora, adapter_ids)
-        return exchanged(operands, spec, self.parallel, placement, self.calls)
+        return called(operands, spec, self.parallel, placement, self.calls)
 
     def within_capacity(
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
@@ -226,7 +226,8 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
                     "; pass arrays that begin with the experts"
                 )
             module.register_buffer(name, shared_out(path or name, array))
-    number = exchange.calls.layer = 1 + _numbers.get(ranks.group, 0) % (LAYERS - 1)
+    number = 1 + _numbers.get(ranks.group, 0) % (LAYERS - 1)
+    exchange.calls = Calls.of_layer(number)
     _numbers[ranks.group] = number
     experts.exchange = exchange
     lora: Any = layer._modules["lora"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,14 +43,20 @@ class _Watch(threading.local):
 WATCH = _Watch()
 
 
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Hide a layer's operators from traces, which see its `routed`."""
-    WATCH.hidden += 1
-    try:
-        yield
-    finally:
+class _Hidden:
+    def __enter__(self) -> None:
+        WATCH.hidden += 1
+
+    def __exit__(self, *error: object) -> None:
         WATCH.hidden -= 1
+
+
+_HIDDEN = _Hidden()
+
+
+def hidden() -> contextlib.AbstractContextManager[None]:
+    """Hide a layer's operators from traces, which see its `routed`."""
+    return _HIDDEN
 
 
 def routed(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple[Any, Any]:

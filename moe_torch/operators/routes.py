@@ -44,7 +44,8 @@ def _receive_tables(
     *, came: Tensor, header: MaybeTensor, lost: MaybeTensor, spec: TableSpec, rank: int, top_k: int, num_rows: int,
     num_tokens: int,
 ) -> list[Tensor]: ...  # fmt: skip
-def _take_rows(*, x: Tensor, slot_of_row: Tensor, each: int) -> Tensor: ...
+# First what differs between a home's call and an owner's: calls are known by it.
+def _take_rows(*, slot_of_row: Tensor, x: Tensor, each: int) -> Tensor: ...
 
 
 #: Returns the outputs of `send_shapes`.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
@@ -17,6 +21,12 @@ from moe_torch.parallel.group import Ranks, levels_of, ranks_of
 from moe_torch.parallel.peer.interface import require_peer_format
 from moe_torch.parallel.rollcall import register
 from moe_torch.parallel.tensor import TensorRanks, require_apart
+
+_Made = TypeVar("_Made")
+#: Texts for errors, which callers may number.
+_MOST_KEPT = 1024
+_numbers = itertools.count(1)
+_by_name: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,12 @@ class ExpertParallel:
     tensor_tokens: str = "split"
     gradients: str = "sum"
     buffer: Any = None
+    #: In the text of compiled programs.
+    name: str = dataclasses.field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"parallel {next(_numbers)}")
+        _by_name[self.name] = self
         require_instance("exchange", self.exchange, ExchangeSpec)
         levels, hosts = levels_of(self.mesh), self.exchange.hosts
         if levels is not None:
@@ -100,6 +114,26 @@ class ExpertParallel:
                     f"{exchange.mode!r}; pass {instead!r}, or mode 'peer'"
                 )
 
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.init)
+
+    @staticmethod
+    def named(name: str) -> ExpertParallel | None:
+        return _by_name.get(name)
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Any]:
+        """What each call needs again, by the method that makes it and its arguments."""
+        return {}
+
+    def _once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:
+        key, made = (make.__name__, *arguments), self._made
+        if key not in made:
+            if len(made) >= _MOST_KEPT:
+                made.clear()
+            made[key] = make(*arguments)
+        return made[key]
+
     @property
     def gradient_divisor(self) -> int:
         """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
@@ -113,7 +147,7 @@ class ExpertParallel:
         """Number of ranks with different tokens."""
         return self.ranks().size * self.split.token_ranks
 
-    @property
+    @functools.cached_property
     def split(self) -> TensorSplit:
         """This rank on the tensor axis."""
         if self.tensor is None:
@@ -125,20 +159,30 @@ class ExpertParallel:
         """The ranks that split each expert, or None. where: as in `ranks`."""
         if self.split.size == 1:
             return None
+        return TensorRanks(self._once(self._tensor_ranks, where), self.split)
+
+    def _tensor_ranks(self, where: str) -> Ranks:
         where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
-        return TensorRanks(ranks_of(self.tensor, self.timeout, where), self.split)
+        return ranks_of(self.tensor, self.timeout, where)
 
-    def ranks(self, where: str = "") -> Ranks:
-        """The group, for messages. where: text for errors."""
-        return ranks_of(self.mesh, self.timeout, f"mode {self.exchange.mode}{where and f', {where}'}")
+    def ranks(self, where: str = "", overlaps: bool = False) -> Ranks:
+        """The group, for messages. where: text for errors. overlaps: see `Ranks`."""
+        return self._once(self._ranks, where, overlaps)
 
-    def levels(self, where: str = "") -> tuple[Ranks, Ranks] | None:
-        """The ranks between hosts, and inside this host. None: one level."""
+    def _ranks(self, where: str, overlaps: bool) -> Ranks:
+        where = f"mode {self.exchange.mode}{where and f', {where}'}"
+        return dataclasses.replace(ranks_of(self.mesh, self.timeout, where), overlaps=overlaps)
+
+    def levels(self, where: str = "", overlaps: bool = False) -> tuple[Ranks, Ranks] | None:
+        """The ranks between hosts, and inside this host. None: one level. Arguments as in `ranks`."""
+        return self._once(self._levels, where, overlaps)
+
+    def _levels(self, where: str, overlaps: bool) -> tuple[Ranks, Ranks] | None:
         axes, where = levels_of(self.mesh), f"mode {self.exchange.mode}{where and f', {where}'}"
         if axes is None or self.exchange.hosts == 1:
             return None
         between, inside = (
-            ranks_of(axis, self.timeout, f"{where}, {of} hosts")
+            dataclasses.replace(ranks_of(axis, self.timeout, f"{where}, {of} hosts"), overlaps=overlaps)
             for axis, of in zip(axes, ("between", "inside"), strict=True)
         )
         return between, inside

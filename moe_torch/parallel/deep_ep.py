@@ -165,6 +165,8 @@ def _columns(call: ExchangeCall) -> int:
 class BufferPlanner:
     """See `Planner`. Ranks compare headers over the group before the buffer is used."""
 
+    arriving: Arriving | None = None
+
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
@@ -182,7 +184,7 @@ class BufferPlanner:
                 f"got {most}; make a larger one"
             )
 
-    def start(self) -> Callable[[], BufferRoutes]:
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], BufferRoutes]:
         """Send a header. The result dispatches the rows' numbers. Raises as `compare_headers`."""
         arriving = self.call.ranks.start_all_gather(self.call.header(self.ids.device), "header")
         return lambda: self._routes(arriving())

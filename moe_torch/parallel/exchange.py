@@ -16,7 +16,10 @@ _captured: set[tuple[torch.Tensor, ...]] = set()
 
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return int32 arrays on a device, copied once: copies wait for the device, and graphs cannot capture them."""
-    arrays = _constants(rows, device)
+    return _kept(_constants(rows, device), device)
+
+
+def _kept(arrays: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.add(arrays)
     return arrays
@@ -32,30 +35,28 @@ def placement_tables(
     placement: Placement, device: torch.device, host: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, ...]:
     """places and start of `PlacementTables`, on a device. host: of `tables_of_host`."""
-    return constants(_rows_of(placement, host), device)
+    return _kept(_placed(placement, device, host), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _rows_of(placement: Placement, host: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
+def _placed(placement: Placement, device: torch.device, host: tuple[int, int] | None) -> tuple[torch.Tensor, ...]:
     tables = placement.tables if host is None else placement.tables_of_host(*host)
-    return tuple(tuple(table.tolist()) for table in tables[1:])
+    return _constants(tuple(tuple(table.tolist()) for table in tables[1:]), device)
 
 
 def header_on_device(header: Header, layer: int, number: int, device: torch.device) -> torch.Tensor:
     """`header.of_call(layer, number)` int32 `[8]`. All layers' are copied at once, so later calls copy nothing."""
     if device.type == "cpu":
         return constants((tuple(header.of_call(layer, number)),), device)[0]
-    rows = _header_rows(header, -(-layer // 64) * 64, device)
-    if torch.cuda.is_current_stream_capturing():
-        _captured.add((rows,))
-    return rows[layer * CALLS + number % CALLS]
+    return _kept(_header_rows(header, -(-layer // 64) * 64, device), device)[layer * CALLS + number % CALLS]
 
 
 @functools.lru_cache(maxsize=1024)
-def _header_rows(header: Header, layers: int, device: torch.device) -> torch.Tensor:
+def _header_rows(header: Header, layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """int32 `[8]` of each call, of one array."""
     rows = [header.of_call(layer, number) for layer in range(layers + 1) for number in range(CALLS)]
     with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.int32, device=device)
+        return torch.tensor(rows, dtype=torch.int32, device=device).unbind()
 
 
 class Places(NamedTuple):

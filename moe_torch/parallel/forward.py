@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +29,7 @@ from moe_core.specs.operands import (
     map_arrays,
     named_arrays,
 )
+from moe_core.specs.routing import LogitsSpec
 from moe_torch import ops
 from moe_torch.bridge.arrays import array_spec, require_dense, require_same_device
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
@@ -38,6 +38,9 @@ from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import routed
 from moe_torch.parallel.adapters import RankAdapters
 from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
+from moe_torch.parallel.calls.compiled import Calls as Calls
+from moe_torch.parallel.calls.compiled import across_ranks, run_by_operators, traceable
+from moe_torch.parallel.calls.known import Call
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
 from moe_torch.parallel.group import Ranks
@@ -50,7 +53,6 @@ from moe_torch.parallel.routes import require_room, tell_failure
 from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of
 
 
-@graph_break
 def moe(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -100,19 +102,19 @@ def moe(
         RuntimeError: a message failed, because a rank died or is late.
     """
     operands = MoEOperands(x, experts, routing, token_mask, None, shared, lora, adapter_ids)
-    return exchanged(operands, spec, parallel, placement, Calls())
+    return called(operands, spec, parallel, placement, Calls())
 
 
-@dataclass
-class Calls:
-    """A layer's number on its mesh, from 1 on (0: no layer), and its calls, which ranks compare. shares_factors: all
-    experts share the factors of adapters. None: if arrays with an axis of one expert cannot be a rank's only one."""
+def called(
+    operands: MoEOperands, spec: MoESpec, parallel: Any, placement: Placement | MovingPlacement, calls: Calls
+) -> ParallelOutput:
+    """See `moe`. Traced code has an operator where it can, else a graph break."""
+    if torch.compiler.is_compiling() and traceable(operands, parallel, placement):
+        return across_ranks(operands, spec, parallel, cast(Placement, placement), calls)
+    return exchanged(operands, spec, parallel, placement, calls)
 
-    layer: int = 0
-    number: int = 0
-    shares_factors: bool | None = None
 
-
+@run_by_operators
 @graph_break
 def exchanged(
     operands: MoEOperands,
@@ -121,7 +123,7 @@ def exchanged(
     placement: Placement | MovingPlacement,
     calls: Calls,
 ) -> ParallelOutput:
-    """See `moe`. Counts the call."""
+    """Run the call, and count it."""
     require_instance("parallel", parallel, ExpertParallel)
     require_instance("placement", placement, (Placement, MovingPlacement))
     moving = placement if isinstance(placement, MovingPlacement) else None
@@ -155,14 +157,18 @@ class Exchange:
         self.tensor, self.levels = parallel.tensor_ranks(where), parallel.levels(where)
 
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
-        placement = self.placement
+        placement, exchange = self.placement, self.parallel.exchange
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
+        like = Call(operands, spec, self.parallel, placement)
         try:
-            self._check(x, experts, routing, spec, mask, shared)
-            adapters, lora, arrays = self._adapters(operands), None, []
-            if adapters is not None:
-                lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
-            digest = experts_digest(x, experts, shared, spec, array_spec, lora)
+            known, digest = like.find(), 0
+            adapters, lora, arrays = None, None, []
+            if known is None:
+                self._check(x, experts, routing, spec, mask, shared)
+                adapters = self._adapters(operands)
+                if adapters is not None:
+                    lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
+                digest = experts_digest(x, experts, shared, spec, array_spec, lora)
             uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
             wide = uses_of(x, uses, summed=self.tensor is not None)
             dense: Any = None
@@ -170,13 +176,14 @@ class Exchange:
                 plain = dataclasses.replace(spec, lora_dropout=0.0)
                 arguments = x.detach(), wide[1], shared, experts, plain, len(x) * self.parallel.token_ranks
                 dense = functools.cache(functools.partial(shared_output, *arguments))
-                if self.parallel.exchange.mode != "peer" or not x.is_cuda:
+                if exchange.mode not in ("peer", "all_to_all") or not x.is_cuda:
                     dense()  # Nothing overlaps with it.
-                if asks_gradients([array for _, array in named_arrays(shared)]):
-                    refuse_chunks(self.parallel.exchange)
-            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask)
+                if exchange.chunks > 1 and asks_gradients([array for _, array in named_arrays(shared)]):
+                    refuse_chunks(exchange)
+            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask, known is not None)
             ids, weights = routed(ids, weights, placement.num_experts)
-            asked = asks_gradients((x, weights, *[array for _, array in (*named_arrays(experts), *arrays)]))
+            given = (x, weights, *[one for _, one in (*named_arrays(experts), *arrays)]) if known is None else ()
+            asked = known.asked if known else asks_gradients(given)
             if asked and self.parallel.gradients == "mean":
                 experts = map_arrays(experts, lambda array: divided(array, self.parallel.token_ranks))
             if self.moving is not None:
@@ -188,7 +195,11 @@ class Exchange:
                         one.shape[1] == 1 for name, one in arrays if name[0] in "ab"
                     )
                 lora = adapters.trained(self.parallel, self.tensor, shared_factors)
-            plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest, lora=lora)
+            if known is None:
+                plan = plan_of(self.parallel, placement, x, ids.shape[1], training=asked, experts=digest, lora=lora)
+                like.remember(plan, asked)
+            else:
+                plan = known.plan
             tensor, planner, ids_of_adapters = self.tensor, None, None if adapters is None else adapters.ids
             brought = Brought(x, wide[0], ids, weights, mask, ids_of_adapters)
             call = ExchangeCall(
@@ -211,12 +222,20 @@ class Exchange:
             del brought
         else:
             routes: Any
+            values: Any = brought.x
             if planner is None:
                 routes, counted = routes_of_adapters(call, brought)
             else:
-                routes = planner.start()()
+                routes_of = planner.start(brought.x.detach() if brought.x.requires_grad else brought.x)
+                if dense is not None:
+                    dense()  # The host waits for counts behind it.
+                routes = routes_of()
                 counted = routes.tokens_per_expert, routes.invalid_ids
-            rows, row_weights = dispatch(routes, brought.x, brought.wide, brought.weights)
+                # What has left, or arrived, is not kept.
+                values, planner.arriving = planner.arriving or brought.x, None
+                del routes_of
+            rows, row_weights = dispatch(routes, values, brought.wide, brought.weights)
+            del values
             own = None if brought.adapter_ids is None else routes.push_ids(brought.adapter_ids)
             del brought
             result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, adapter_ids=own)
@@ -296,11 +315,12 @@ class Exchange:
             )
 
     def _route(
-        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: torch.Tensor | None
+        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: Any, known: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         if isinstance(routing, TopK):
-            ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
-            require_given(ids, weights, len(x))
+            if not known:
+                ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
+                require_given(ids, weights, len(x))
             return as_int32(routing.ids), as_float32(routing.weights), None
         if spec.router is None:
             raise InvalidInput("spec.router must be a RouterSpec to route with, got None; pass RouterSpec(top_k=...)")
@@ -313,13 +333,19 @@ class Exchange:
             options = spec.logits_spec()
             if options.expected_tokens is None:
                 group = max(1, len(x) * self.parallel.token_ranks)
-                options = dataclasses.replace(options, expected_tokens=group)
+                options = _expecting(options, group)
             logits = ops.router(rows, routing.weight, bias=routing.bias, spec=options, wide=wide)
         else:
             logits = routing.logits
         ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
-        require_scores(logits.shape, len(x), self.placement)
+        if not known:
+            require_scores(logits.shape, len(x), self.placement)
         return ids, weights, logits
+
+
+@functools.lru_cache(maxsize=256)
+def _expecting(options: LogitsSpec, tokens: int) -> LogitsSpec:
+    return dataclasses.replace(options, expected_tokens=tokens)
 
 
 def asks_gradients(arrays: Iterable[Any]) -> bool:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_core.errors import InvalidInput
 from moe_torch.bridge.options import require_instance
-from moe_torch.bridge.private import flat_mesh
+from moe_torch.bridge.private import flat_mesh, gather_all
 from moe_torch.parallel.rollcall import roll_call
 
 #: Waits for a message, and returns it.
@@ -36,20 +38,50 @@ def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+class Collective(NamedTuple):
+    """begin: a process group's method. options: for the current stream, and for a stream beside it."""
+
+    begin: Callable[..., Any]
+    options: tuple[Any, Any]
+
+
+def _collective(begin: Callable[..., Any], kind: type) -> Collective:
+    """Torch's functions check what we know, in more time than the messages of few tokens take."""
+    options = kind(), kind()
+    for asynchronous, one in enumerate(options):
+        # Before torch 2.7, all run on a stream of their own.
+        if hasattr(one, "asyncOp"):
+            one.asyncOp = bool(asynchronous)
+    return Collective(begin, options)
+
+
+def _gather_by_torch(group: Any, into: torch.Tensor, values: torch.Tensor, options: Any) -> Any:
+    return dist.all_gather_into_tensor(into, values, group=group, async_op=True)
+
+
+_c10d: Any = c10d
+_Group = _c10d.ProcessGroup
+_ALL_GATHER = _collective(gather_all or _gather_by_torch, _c10d.AllgatherOptions)
+_ALL_TO_ALL = _collective(getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base, _c10d.AllToAllOptions)
+_ALL_REDUCE = _collective(_Group.allreduce, _c10d.AllreduceOptions)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a process group; `start_*` return a function that waits. timeout: seconds of a message on a CPU;
-    None: the group's. On a GPU its watchdog counts. where: mode and layer, for errors."""
+    None: the group's. On a GPU its watchdog counts. where: mode and layer, for errors. overlaps: messages of a GPU
+    leave the current stream until that function is called."""
 
     group: Any
     timeout: float | None = None
     where: str = "the exchange"
+    overlaps: bool = False
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
@@ -59,8 +91,8 @@ class Ranks:
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
         gathered = buffer((self.size, *values.shape), values.dtype, values.device)
-        into, sent = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
-        return self._start("all_gather", what, gathered, lambda: _all_gather(into, sent, self.group, async_op=True))
+        arrays = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
+        return self._start("all_gather", what, gathered, _ALL_GATHER, *arrays)
 
     def all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> torch.Tensor:
         """Return rows `[R, ...]` from every rank, one rank after another, from the first ones of each.
@@ -70,52 +102,66 @@ class Ranks:
         return self.start_all_to_all(rows, what, way)()
 
     def start_all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> Arriving:
-        (sent, received, memory), count, going = way, len(rows), rows.contiguous()
-        splits = None, None
+        (sent, received, memory), count, going = way, rows.shape[0], rows.contiguous()
+        splits: tuple[Sequence[int], Sequence[int]] = (), ()
         if sent is not None and received is not None:
-            count, leaving = sum(received), sum(sent)
-            splits = list(received), list(sent)
-            going = going if leaving == len(rows) else going[:leaving]
-        came = buffer((max(count, memory or 0), *rows.shape[1:]), rows.dtype, rows.device)
-        into, source = _moved(came if count == len(came) else came[:count]), _moved(going)
-        start = functools.partial(dist.all_to_all_single, into, source, *splits, group=self.group, async_op=True)
-        return self._start("all_to_all", what, came, start)
+            count, leaving, splits = sum(received), sum(sent), (received, sent)
+            going = going if leaving == rows.shape[0] else going[:leaving]
+        most = max(count, memory or 0)
+        came = buffer((most, *rows.shape[1:]), rows.dtype, rows.device)
+        arrays = _moved(came if count == most else came[:count]), _moved(going)
+        return self._start("all_to_all", what, came, _ALL_TO_ALL, *arrays, *splits)
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Add integers over ranks, in place."""
-        start = functools.partial(dist.all_reduce, values, group=self.group, async_op=True)
-        return self._start("all_reduce", what, values, start)()
+        return self._start("all_reduce", what, values, _ALL_REDUCE, [values])()
 
-    def _start(self, collective: str, what: str, result: torch.Tensor, start: Callable[[], Any]) -> Arriving:
-        def checked(step: Callable[[], Any]) -> Any:
-            try:
-                return step()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; "
-                    f"{roll_call(self.group, self.where)}"
-                ) from error
-
-        work = checked(start)
-        limit = () if self.timeout is None else (datetime.timedelta(seconds=self.timeout),)
+    def _start(self, collective: str, what: str, result: torch.Tensor, method: Collective, *given: Any) -> Arriving:
+        try:
+            work = method.begin(self.group, *given, method.options[self.overlaps])
+        except RuntimeError as error:
+            raise self._failed(collective, what, error) from error
 
         def wait() -> torch.Tensor:
-            checked(lambda: work.wait(*limit))
+            try:
+                # None: the current stream has it.
+                if work is not None:
+                    work.wait(*(() if self.timeout is None else (datetime.timedelta(seconds=self.timeout),)))
+            except RuntimeError as error:
+                raise self._failed(collective, what, error) from error
             return result
 
         return wait
 
+    def _failed(self, collective: str, what: str, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"{collective} of {what} in {self.where} failed on rank {self.rank} of {self.size}: {error}; "
+            f"{roll_call(self.group, self.where)}"
+        )
 
-#: The first name exists from torch 2.13 on.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+_PLAIN = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 
 def _moved(values: torch.Tensor) -> torch.Tensor:
-    """The memory as bytes, which every backend moves, NaN and fp8 included; int32 stays."""
-    if values.dtype == torch.int32:
+    """The memory as bytes, which every backend moves, NaN and fp8 included. NCCL moves numbers of 16 and 32 bits."""
+    if values.dtype == torch.int32 or (values.is_cuda and values.dtype in _PLAIN):
         return values
     # Empty arrays of NumPy have strides of 0, which views in other dtypes refuse.
     return (values if values.numel() else values.new_empty(values.shape)).view(torch.uint8)
+
+
+def read_by_host(values: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start to copy a GPU's array. The result waits, for this copy alone."""
+    copy, event = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+    copy.copy_(values, non_blocking=True)
+    event.record()
+
+    def read() -> np.ndarray:
+        event.synchronize()
+        return copy.numpy()
+
+    return read
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:

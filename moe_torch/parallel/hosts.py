@@ -71,12 +71,14 @@ def _plan(plan: ExchangePlan, placement: Placement, tokens: int) -> ExchangePlan
 class HostPlanner:
     """See `plan_routes`."""
 
+    arriving: Arriving | None = None
+
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
         self.call, self.ids, self.weights, self.token_mask = call, ids, weights.detach().contiguous(), token_mask
 
-    def start(self) -> Callable[[], CollectiveRoutes]:
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
         """Send a header. The result plans both levels. Raises as `compare_headers`."""
         arriving = self.call.ranks.start_all_gather(self.call.header(self.ids.device), "header")
         return lambda: self._routes(arriving())

@@ -116,11 +116,15 @@ class PlannedRoutes(Routes, Protocol):
 class Planner(Protocol):
     """A transport's plan of a call, from `(call, ids int32 [T, K], weights fp32 [T, K], token_mask bool [T])`.
 
-    Making it sends nothing and raises what only this rank knows.
+    Making it sends nothing and raises what only this rank knows. arriving: rows that left with the routes, for
+    `dispatch`.
     """
 
-    def start(self) -> Callable[[], PlannedRoutes]:
-        """Send the first message. The result waits and returns the routes. Raises as `compare_headers`."""
+    arriving: Arriving | None
+
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], PlannedRoutes]:
+        """Send the first message. The result waits and returns the routes; rows of values `[T, D]` may leave with them.
+        Raises as `compare_headers`."""
         ...
 
 

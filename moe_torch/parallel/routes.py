@@ -5,6 +5,7 @@ An owner has a row for each slot, whatever travelled: its op has K = 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,17 +16,19 @@ import torch
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
-from moe_core.parallel.exchange import splits
+from moe_core.parallel.exchange import rows_by_pair
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.operators import routes as operators
 from moe_torch.parallel.exchange import constants, placement_tables
-from moe_torch.parallel.group import Arriving, Ranks, Way
+from moe_torch.parallel.group import Arriving, Ranks, Way, read_by_host
 from moe_torch.parallel.route import ExchangeCall, Gradients, Total
 
 _HEADER = len(Header._fields)
+#: Bytes of rows that are copied before the host knows how many leave: in less time than it takes to read that.
+_AHEAD = 1 << 26
 
 
 def rounded(rows: int) -> int:
@@ -38,10 +41,10 @@ def rounded(rows: int) -> int:
 class CollectiveRoutes:
     """The routes of one rank for one call, see `moe_torch.parallel.route.Routes`.
 
-    send int32: slots of rows that go out, -1: none. None: every token goes to every rank. slots int32 `[R]`: the slots
-    of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows that come home are
-    added. spoilt bool `[T]` or None: tokens that become NaN, because a slot did not fit or ranks disagree.
-    tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
+    send int32: slots of rows that go out, -1: none or behind those. None: every token goes to every rank. slots int32
+    `[R]`: the slots of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows
+    that come home are added. spoilt bool `[T]` or None: tokens that become NaN, because a slot did not fit or ranks
+    disagree. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
     """
 
     call: ExchangeCall
@@ -70,13 +73,14 @@ class CollectiveRoutes:
         if self.send is None:
             start = self.ranks.start_all_gather(values, what)
         else:
-            start = self.ranks.start_all_to_all(take_slots(values, self.send, self.plan.top_k), what, self.out)
+            slots = self.send if self.out.sent is None else self.send[: rounded(sum(self.out.sent))]
+            start = self.ranks.start_all_to_all(take_slots(values, slots, self.plan.top_k), what, self.out)
+        return functools.partial(self.arrived, start)
 
-        def arrived() -> torch.Tensor:
-            came = start().flatten(0, 1) if self.send is None else start()
-            return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k)
-
-        return arrived
+    def arrived(self, arriving: Arriving) -> torch.Tensor:
+        """Wait for rows that `start_push` or a planner sent; `[R, D]`."""
+        came = arriving().flatten(0, 1) if self.send is None else arriving()
+        return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k)
 
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return self.start_push(ids[:, None].float(), "adapter ids")().view(-1).int()  # fp32, as rows are
@@ -157,6 +161,10 @@ class _Tables(NamedTuple):
 
 
 class _Planner:
+    """arriving: rows that left with the routes, for `dispatch`."""
+
+    arriving: Arriving | None = None
+
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
@@ -214,35 +222,66 @@ class _Planner:
         )
 
 
-def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
-    """One group for `reduce`, rows in any order."""
+@functools.lru_cache(maxsize=1024)
+def _layout_spec(tokens: int, top_k: int, capacity: int) -> LayoutSpec:
     # The batched form may have more rows than slots.
     sizes: Any = {"rows": capacity} if capacity <= tokens * top_k else {"max_rows": capacity}
-    return RaggedLayout(LayoutSpec(tokens, top_k, 1, **sizes), None, None, None, row_of_slot, None)
+    return LayoutSpec(tokens, top_k, 1, **sizes)
+
+
+def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor) -> RaggedLayout:
+    """One group for `reduce`, rows in any order."""
+    return RaggedLayout(_layout_spec(tokens, top_k, capacity), None, None, None, row_of_slot, None)
 
 
 class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
-    def start(self) -> Callable[[], CollectiveRoutes]:
-        """Send the counts. The result waits for others' and returns the routes. Raises as `compare_headers`."""
-        tables = self.first_tables()
-        arriving = self.ranks.start_all_gather(tables.message, "header and counts")
-        return lambda: self.counted(tables, arriving())
+    arriving: Arriving | None = None
 
-    def counted(self, tables: _Tables, on_device: torch.Tensor) -> CollectiveRoutes:
-        """on_device int32 `[W, ...]`: header and counts of all ranks."""
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
+        """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
+        way, if `arriving` is not None. Raises as `compare_headers`."""
+        tables, rows = self.first_tables(), None
+        told = self.ranks.start_all_gather(tables.message, "header and counts")
+        if tables.message.is_cuda:
+            # The copy precedes all that follows.
+            on_device = told()
+            told, read = (lambda: on_device), read_by_host(on_device)
+        else:
+            read = None
+        slots = tables.slot_of_row
+        if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
+            rows = take_slots(values, slots, self.top_k)
+
+        def counted() -> CollectiveRoutes:
+            arrays = told()
+            return self.counted(tables, arrays, arrays.numpy() if read is None else read(), values, rows)
+
+        return counted
+
+    def counted(
+        self,
+        tables: _Tables,
+        on_device: torch.Tensor,
+        message: np.ndarray,
+        values: torch.Tensor | None,
+        rows_ahead: torch.Tensor | None,
+    ) -> CollectiveRoutes:
+        """on_device, message int32 `[W, ...]`: header and counts of all ranks. rows_ahead: values in the order of
+        tables."""
         plan, ranks, by_slot = self.plan, self.ranks, self.spec.by_slot
         device = on_device.device
-        message = on_device.cpu().numpy()
         group_tokens = compare_headers(message[:, :_HEADER], ranks.where)
         told = message[:, _HEADER:]
-        rows, slots = (told, told) if by_slot else np.split(told, 2, axis=1)
-        way, overflow = splits(rows, self.rank, plan.spec.receive), self._overflow(rows)
+        rows, slots = (told, told) if by_slot else (told[:, : ranks.size], told[:, ranks.size :])
+        pairs, overflow = rows_by_pair(rows, plan.spec.receive), self._overflow(rows)
+        leave, arrive = pairs[self.rank].tolist(), pairs[:, self.rank].tolist()
         spoilt = None
         require_room(plan, overflow)
         if overflow:
-            limits = np.stack([way.sent, np.zeros_like(way.sent)])
+            limits = np.zeros((2, ranks.size), np.int32)
+            limits[0] = leave
             tables = self._limited(limits)
             if not by_slot:
                 # Results begin at home by the slots of tokens that fit.
@@ -251,11 +290,17 @@ class Counted(_Planner):
                 tables = self._limited(limits)
             if plan.spec.on_overflow != "drop":
                 spoilt = tables.lost
-        sent, received = int(way.sent.sum()), int(way.received.sum())
-        out = Way(way.sent.tolist(), way.received.tolist(), rounded(received))
+            rows_ahead = None
+        sent, received = sum(leave), sum(arrive)
+        out = Way(leave, arrive, rounded(received))
         assert tables.slot_of_row is not None and tables.table is not None
+        leaving = None
+        if values is not None:
+            # First: everything below takes the host longer than few rows travel.
+            if rows_ahead is None:
+                rows_ahead = take_slots(values, tables.slot_of_row[: rounded(sent)], self.top_k)
+            leaving = ranks.start_all_to_all(rows_ahead, "rows", out)
         came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
-        tables = tables._replace(slot_of_row=tables.slot_of_row[: rounded(sent)])
         if by_slot:
             places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)
             runs = on_device[:, _HEADER:][:, places].contiguous()
@@ -273,9 +318,12 @@ class Counted(_Planner):
         counted = torch.full((1,), overflow, dtype=torch.int32, device=device)
         returned = min(rounded(sum(home.received or ())), self.num_tokens * self.top_k)
         home = home._replace(memory=returned)
-        return self.routes(
+        routes = self.routes(
             tables, (out, home), owner, returned, spoilt=spoilt, overflow=counted, group_tokens=group_tokens
         )
+        if leaving is not None:
+            self.arriving = functools.partial(routes.arrived, leaving)
+        return routes
 
     def _limited(self, limits: np.ndarray) -> _Tables:
         return self.tables(torch.tensor(limits, device=self.header.device))
@@ -307,8 +355,8 @@ def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
 class Blocks(_Planner):
     """Routes of blocks of one size between every two ranks. The host reads nothing."""
 
-    def start(self) -> Callable[[], CollectiveRoutes]:
-        """The result sends everything and returns the routes. A collective."""
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
+        """The result sends everything but rows and returns the routes. A collective."""
         return self.exchanged
 
     def exchanged(self) -> CollectiveRoutes:

@@ -63,9 +63,10 @@ class Arrived:
 class Dispatching:
     """Rows under way. `wait` may be called once."""
 
-    def __init__(self, routes: Any, x: torch.Tensor, weights: torch.Tensor) -> None:
-        self._routes, self._weights, (self._wide,) = routes, weights, uses_of(x, 1)
-        self._arriving: Any = routes.start_push(x.detach(), "rows")
+    def __init__(self, planner: Any, x: torch.Tensor, weights: torch.Tensor) -> None:
+        self._routes, self._weights, (self._wide,) = planner.start(x.detach())(), weights, uses_of(x, 1)
+        self._arriving: Any = planner.arriving or self._routes.start_push(x.detach(), "rows")
+        planner.arriving = None
 
     def wait(self) -> Arrived:
         """The rows, differentiable by x and weights. Raises InvalidInput for a second call."""
@@ -146,7 +147,8 @@ def dispatch(
         ids, weights = as_int32(ids), as_float32(weights)
         plan = plan_of(parallel, placement, x, ids.shape[1], training=asks_gradients((x, weights)))
         where = f"micro-batch {number}" if number else ""
-        call = ExchangeCall(parallel.ranks(where), plan, None, 0, number, parallel.levels(where), parallel.buffer)
+        ranks, levels = parallel.ranks(where, True), parallel.levels(where, True)
+        call = ExchangeCall(ranks, plan, None, 0, number, levels, parallel.buffer)
         if placement.num_ranks != call.ranks.size:
             raise InvalidInput(
                 f"placement must be of the {call.ranks.size} ranks of the mesh, got {placement}; make it for them"
@@ -155,7 +157,7 @@ def dispatch(
     except Exception:
         tell_peers(parallel, placement, x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         raise
-    return Dispatching(planner.start()(), x, weights)
+    return Dispatching(planner, x, weights)
 
 
 def combine(rows: torch.Tensor, arrived: Arrived) -> Combining:

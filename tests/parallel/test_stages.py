@@ -43,8 +43,8 @@ def overlapped(
     """
     rank, calls, real = torch.distributed.get_rank(group), [], Ranks._start
 
-    def start(self: Ranks, kind: str, what: str, result: Any, begin: Any) -> Any:
-        wait = real(self, kind, what, result, begin)
+    def start(self: Ranks, kind: str, what: str, *message: Any) -> Any:
+        wait = real(self, kind, what, *message)
         calls.append(f"start {what}")
 
         def waited() -> Any:

@@ -247,7 +247,8 @@ class AcrossRanks(InHalves):
         self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], Callable[[], Routes]]:
         """Begin an exchange; the returned function waits for the routes."""
-        return plan_routes(ExchangeCall(self.parallel.ranks(), plan, levels=self.parallel.levels()), ids, weights).start
+        ranks, levels = self.parallel.ranks("", True), self.parallel.levels("", True)
+        return plan_routes(ExchangeCall(ranks, plan, levels=levels), ids, weights).start
 
     def _check_experts(
         self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig

@@ -68,7 +68,8 @@ class Memory(NamedTuple):
     d_weights: Region
 
 
-def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
+@symmetric.once_for_plan
+def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int) -> Memory:
     """Buffers of a plan, allocated by the first call. number: of the set."""
     sizes, placement, dtype, spec = Sizes.of(plan), plan.placement, TORCH_DTYPES[plan.dtype], plan.spec
     by_token = spec.rows == "tokens"

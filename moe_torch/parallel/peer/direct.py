@@ -44,7 +44,8 @@ class Memory(NamedTuple):
     d_weights: Region
 
 
-def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int = 0) -> Memory:
+@symmetric.once_for_plan
+def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: int) -> Memory:
     most, top_k, spec = _most(plan), plan.top_k, plan.spec
     rows, dtype, scales = ranks.size * most, TORCH_DTYPES[plan.dtype], scales_of(spec.format, plan.d_model)
     parts = (

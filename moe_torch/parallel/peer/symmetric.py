@@ -9,7 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,11 +63,15 @@ class Symmetric:
             regions.append(Region(local, torch.tensor(addresses, dtype=torch.int64, device=self.device)))
             begin += part.bytes
         self.regions = tuple(regions)
+        self._milliseconds: dict[float | None, int] = {}
 
     def barrier(self, ranks: Ranks, what: str) -> None:
         """Wait (on a GPU the stream) until all ranks' stores can be loaded, and memory that they loaded overwritten."""
         if self._handle is not None:
-            self._handle.barrier(0, _milliseconds(ranks, self.device))
+            limit = self._milliseconds.get(ranks.timeout)
+            if limit is None:
+                limit = self._milliseconds[ranks.timeout] = _milliseconds(ranks, self.device)
+            self._handle.barrier(0, limit)
         else:
             ranks.all_gather(torch.zeros(1, dtype=torch.int32), what)
 
@@ -78,6 +82,26 @@ def _milliseconds(ranks: Ranks, device: torch.device) -> int:
         timeout = group_timeout(ranks.group, device)
         seconds = _BARRIER_SECONDS if timeout is None else timeout.total_seconds()
     return max(1, int(seconds * 1000))
+
+
+_Made = TypeVar("_Made")
+_MOST_PLANS = 256
+_of_plans: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def once_for_plan(make: Callable[[Ranks, Any, torch.device, int], _Made]) -> Callable[..., _Made]:
+    """Decorate what finds the memory of a plan: it is found once for a group, plan, device and number of the set."""
+
+    def found(ranks: Ranks, plan: Any, device: torch.device, number: int = 0) -> _Made:
+        known, key = _of_plans.setdefault(ranks.group, {}), (make, id(plan), device, number)
+        if key not in known:
+            if len(known) >= _MOST_PLANS:
+                known.clear()
+            # The plan is kept, so that no other gets its address.
+            known[key] = plan, make(ranks, plan, device, number)
+        return known[key][1]
+
+    return found
 
 
 _Known = dict[tuple[torch.device, tuple[Part, ...], int], Symmetric]

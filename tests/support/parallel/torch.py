@@ -101,7 +101,7 @@ def broken(fault: str | None) -> Iterator[None]:
         "wrong_rows": (routes._Planner, "tables"),
         "other_owner": (routes, "placement_tables"),
         "permuted_weights": (routes._Planner, "received"),
-        "counts_off_by_one": (routes, "splits"),
+        "counts_off_by_one": (routes, "rows_by_pair"),
         "slots_not_in_order": (function.Combine, "forward"),
         "gradient_not_returned": (routes.CollectiveRoutes, "start_pull"),
         "output_gradient_of_another": (routes.CollectiveRoutes, "start_push"),

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_torch.bridge.operator import Operator
 from moe_torch.operators import exchange, routes, stages, table, watched
+from moe_torch.parallel.calls import compiled
 
 # What many operators have in common, as it stands in their schemas.
 PARTS = {
@@ -51,6 +52,9 @@ PARTS = {
     "LAYOUT": ("Tensor? group_sizes, Tensor? group_start, Tensor? slot_of_row, Tensor? row_of_slot"),
 }
 SCHEMAS = """
+across_ranks(Tensor[] arrays, str options) -> Tensor[]
+across_ranks_backward(Tensor token, Tensor[] gradients, Tensor[] given) -> Tensor[]
+across_ranks_training(Tensor[] arrays, int[] asked, str options) -> Tensor[]
 activation(Tensor x, Tensor? up, str options) -> Tensor
 activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
 combine_pull(Tensor owners, Tensor rows, Tensor results_at, Tensor? shared, Tensor? shared_gate, Tensor(a!)? memory,
@@ -225,7 +229,7 @@ sum_results(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor
     shared_gate, Tensor(a!)? memory, str options) -> Tensor
 sum_results_into(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor? wanted, Tensor? shared,
     Tensor? shared_gate, Tensor(a!)? out, Tensor(b!)? memory, str options) -> ()
-take_rows(Tensor x, Tensor slot_of_row, str options) -> Tensor
+take_rows(Tensor slot_of_row, Tensor x, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 watched(Tensor(a!) counts, Tensor(b!) sums, Tensor? ids, Tensor? tokens_per_expert, Tensor? logits, Tensor? token_mask,
     Tensor? overflow, int number) -> ()
@@ -234,7 +238,8 @@ watched(Tensor(a!) counts, Tensor(b!) sums, Tensor? ids, Tensor? tokens_per_expe
 
 def test_schemas_are_those_that_programs_were_exported_with() -> None:
     """A change here breaks programs that users have stored: it belongs into CHANGELOG.md."""
-    assert moe_torch is not None and watched is not None  # a monitor's operator comes with its module
+    # Those of a monitor and of ranks come with their modules.
+    assert moe_torch is not None and watched is not None and compiled is not None
     namespace = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("moebius::")]
     known = SCHEMAS.strip().replace("\n    ", " ").format(**PARTS).splitlines()
     assert sorted(str(schema).removeprefix("moebius::") for schema in namespace) == sorted(known)

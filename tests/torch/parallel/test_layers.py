@@ -142,11 +142,11 @@ def wholes(layer: MoE) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for name, tensor in whole.items()}
 
 
-def placed(group: Any, name: str, kind: str, **options: Any) -> MoE:
+def placed(group: Any, name: str, kind: str, way: Any = None, **options: Any) -> MoE:
     """A layer whose experts lie on the ranks of the group."""
     layer = make(SPECS[name]) if not options else MoE.from_spec(SPECS[name], **options)
     placement = placement_of(kind, E, torch.distributed.get_world_size(group), 1)
-    return parallelize(layer, ExpertParallel(mesh_of(group)), placement=placement)
+    return parallelize(layer, ExpertParallel(mesh_of(group), way or ExchangeSpec(), 16), placement=placement)
 
 
 def optimizer_of(layer: torch.nn.Module) -> torch.optim.Optimizer:
@@ -319,9 +319,9 @@ def test_gradients_beside_fsdp_are_means(ranks: Pool) -> None:
             assert not np.allclose(undivided, parameter.grad.numpy(), 1e-5, 1e-5), "a missing divisor would be seen"
 
 
-def compiled(group: Any, kind: str) -> dict[str, Any]:
+def compiled(group: Any, kind: str, way: ExchangeSpec) -> dict[str, Any]:
     """A compiled layer, a copy of a layer, and the same one in eager code, forward and backward; and graph breaks."""
-    layer = placed(group, "plain", kind)
+    layer = placed(group, "plain", kind, way)
     copied, x, found = copy.deepcopy(layer), rows((6,), torch.float32)[0], {}
     counters: Any = importlib.import_module("torch._dynamo.utils").counters
     counters.clear()
@@ -337,12 +337,12 @@ def compiled(group: Any, kind: str) -> dict[str, Any]:
     return found | {"breaks": list(counters["graph_break"])}
 
 
-@pytest.mark.parametrize("kind", ["linear", "round_robin"])
-def test_a_compiled_layer_gives_the_same_bits(ranks: Pool, kind: str) -> None:
-    for one in ranks.call(compiled, [(kind,)] * 2):
-        # The exchange breaks the graph, and nothing else. Before 2.12 a mesh does, too.
+@pytest.mark.parametrize(("kind", "mode"), [("linear", "peer"), ("round_robin", "all_to_all")])
+def test_a_compiled_layer_gives_the_same_bits(ranks: Pool, kind: str, mode: str) -> None:
+    for one in ranks.call(compiled, [(kind, ExchangeSpec(mode))] * 2):
+        # The exchange breaks the graph where the host reads counts, and nothing else. Before 2.12 a mesh does, too.
         only = all("disable" in reason for reason in one["breaks"]) or not SUBCLASSES_OF_DTENSOR
-        assert one["breaks"] and only, one["breaks"]
+        assert only and bool(one["breaks"]) == (mode == "all_to_all" or not SUBCLASSES_OF_DTENSOR), one["breaks"]
         for eager, *others in zip(one["eager"], one["compiled"], one["copied"], strict=True):
             for other in others:
                 np.testing.assert_array_equal(np.asarray(eager), np.asarray(other))
