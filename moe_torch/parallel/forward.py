@@ -159,7 +159,7 @@ class Exchange:
     def run(self, x: torch.Tensor, operands: MoEOperands, spec: MoESpec) -> ParallelOutput:
         placement, exchange = self.placement, self.parallel.exchange
         experts, routing, mask, shared = operands.experts, operands.routing, operands.token_mask, operands.shared
-        like = Call(operands, spec, self.parallel, placement)
+        like = Call(operands, self.parallel.name, spec, placement)
         try:
             known, digest = like.find(), 0
             adapters, lora, arrays = None, None, []

@@ -74,9 +74,9 @@ def run_by_operators(function: _Function) -> _Function:
 
 
 class _Called(NamedTuple):
-    """A call by the text of its options. calls: its name. names: of its arrays, in order."""
+    """A call by the text of its options. parallel, calls: names. names: of its arrays, in order."""
 
-    parallel: ExpertParallel
+    parallel: str
     calls: str
     placement: Placement
     spec: MoESpec
@@ -127,10 +127,7 @@ def across_ranks(
 @functools.lru_cache(maxsize=256)
 def _called(options: str) -> _Called:
     name, calls, text, spec, routing, names = decode(options)
-    parallel = ExpertParallel.named(name)
-    if parallel is None:
-        raise InvalidInput(f"parallel must be alive while compiled code uses it, got none of {name}; keep it")
-    return _Called(parallel, calls, Placement.of_text(text), spec, _KINDS[routing], names)
+    return _Called(name, calls, Placement.of_text(text), spec, _KINDS[routing], names)
 
 
 def _results(output: ParallelOutput, routing: type) -> list[torch.Tensor]:
@@ -143,8 +140,12 @@ def _results(output: ParallelOutput, routing: type) -> list[torch.Tensor]:
 
 def _run(arrays: Sequence[torch.Tensor], options: str) -> list[torch.Tensor]:
     called = _called(options)
-    calls = _calls.get(called.calls) or Calls()
-    output = _eager[0](called.operands(arrays), called.spec, called.parallel, called.placement, calls)
+    parallel, calls = ExpertParallel.named(called.parallel), _calls.get(called.calls) or Calls()
+    if parallel is None:
+        raise InvalidInput(
+            f"parallel must be alive while compiled code uses it, got none of {called.parallel}; keep it"
+        )
+    output = _eager[0](called.operands(arrays), called.spec, parallel, called.placement, calls)
     return _results(output, called.routing)
 
 

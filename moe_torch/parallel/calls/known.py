@@ -27,8 +27,9 @@ class Call:
 
     __slots__ = ("kept", "key", "tensors")
 
-    def __init__(self, operands: MoEOperands, *options: Any) -> None:
-        """options: objects that the checks read."""
+    def __init__(self, operands: MoEOperands, parallel: str, *options: Any) -> None:
+        """parallel: the name of an ExpertParallel, which is not kept alive, nor its groups and their memory. options:
+        other objects that the checks read."""
         names: list[Any] = []
         self.kept, self.tensors, self.key = options, [], None
         arrays = operands.x, operands.token_mask
@@ -38,7 +39,7 @@ class Call:
             known = all([one is None or self._add(one, names) for one in arrays])
             if known and all([one is None or self._add_all(one, names) for one in bundles]):
                 ids = [id(option) for option in options]
-                self.key = (*ids, torch.is_grad_enabled(), operands.x.shape, *names)
+                self.key = (parallel, *ids, torch.is_grad_enabled(), operands.x.shape, *names)
 
     def _add(self, array: Any, names: list[Any]) -> bool:
         # The comparison would end the process at a tensor without strides.

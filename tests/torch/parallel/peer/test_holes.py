@@ -63,7 +63,7 @@ def run(group: Any, way: ExchangeSpec) -> tuple[dict[str, np.ndarray], list[bool
     """The results of a rank, whether each call got the parameters' memory, and the rows that came for each place."""
     rank, shared, received = torch.distributed.get_rank(group), [], []
     own = parallelize(make(), ExpertParallel(mesh_of(group), way, TOKENS))
-    real, down = parallel.exchanged, own.experts.down
+    real, down = parallel.called, own.experts.down
 
     def watched(operands: Any, *others: Any) -> Any:
         held = operands.experts.down
@@ -72,7 +72,7 @@ def run(group: Any, way: ExchangeSpec) -> tuple[dict[str, np.ndarray], list[bool
         received.append(found.received_per_expert.tolist())
         return found
 
-    with running_on("reference"), mock.patch.object(parallel, "exchanged", watched):
+    with running_on("reference"), mock.patch.object(parallel, "called", watched):
         return results(own, *(one[rank * TOKENS :][:TOKENS] for one in rows())), shared, received
 
 
