@@ -177,11 +177,7 @@ FAULTS = (
     ("gathered", OpFault("fence_async_shared()", "pass"), Race),
     ("gathered", OpFault("async_copy.mbarrier_arrive(ready, increment_count=False)", "pass"), Hang),
     ("tail", OpFault("        fence_async_shared()\n        barrier()\n", "        barrier()\n"), Race),
-    (
-        "tail",
-        OpFault("        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)\n        upper", "        upper"),
-        Race,
-    ),
+    ("tail", OpFault("mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)\n            flags", "flags"), Race),
     ("tail, gathered", OpFault("1 + 32 * gl.num_warps() if pipeline.COPIED else 1", "1"), Hang),
     ("tall", OpFault("num_outstanding=2", "num_outstanding=4"), Race),
     ("tall, gathered", OpFault("CHUNKS * stage + chunk", "CHUNKS * stage + chunk // 2"), Race),

@@ -65,7 +65,7 @@ SPILLED = {MATMUL_FP8.name: 64}
 #: The same of prepacked integers: what a loop does not change, put away around it or once in a turn of several steps.
 SPILLED_OF_INTEGERS = {MATMUL_MIXED_INPUT.name: 16, MATMUL_FEW_ROWS.name: 16}
 #: The same of tails of adapters: addresses that a tile reads once.
-SPILLED_OF_TAILS = {SM90_MATMUL_OGS.name: 24}
+SPILLED_OF_TAILS = {SM90_MATMUL_OGS.name: 64}
 #: The same where kernels are not tuned: an integer product of 16 rows on sm_80, and single addresses.
 FEW = 72
 #: Modules of kernels that use TMA and wgmma.

@@ -5,7 +5,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.matmul.sm90.kernels.pipeline import RING, advance, announce
 from moe_core.ops.matmul.sm90.kernels.producer import load_steps, take_tile
-from moe_core.ops.matmul.sm90.kernels.tail import load_tail
+from moe_core.ops.matmul.sm90.kernels.tail import adapters_of, load_tail
 from moe_core.ops.matmul.sm90.kernels.tall_producer import load_steps as load_tall_steps
 from moe_core.ops.matmul.sm90.kernels.tall_producer import take_tile as take_tall_tile
 
@@ -53,9 +53,11 @@ def producer(product):
             product, layer_number, tiles.row_lists.index(place) if TALL else None, last_biases
         )
         if tile.expert >= 0:
+            if product.tail is not None:
+                adapters = adapters_of(product, tile)
             stage, phase = LOAD(product, sources, tile, group, stage, phase, LEAD, weights.D)
             if product.tail is not None:
-                stage, phase = load_tail(product, tile, stage, phase)
+                stage, phase = load_tail(product, tile, adapters, stage, phase)
         tile, upper, lower, biases = next_tile, next_upper, next_lower, next_biases
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
     announce(pipeline, place, -1, 0, 0, 0)

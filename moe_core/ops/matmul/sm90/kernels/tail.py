@@ -65,19 +65,19 @@ def facts_of(tiles, stage):
 
 
 @gluon.jit
-def load_low(tail, tile, target, step, first, end, FIRST: gl.constexpr):
-    """Write 16 ranks of 64 rows, zeros in rows of others."""
+def low_tile(tail, tile, step, first, end, FIRST: gl.constexpr):
+    """Return 16 ranks of 64 rows, zeros in rows of others."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
     rows = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     ranks = step * RANKS + gl.arange(0, RANKS, gl.SliceLayout(0, layout))
     mine = (rows >= first) & (rows < end) & (rows < tile.rows)
     pointers = tail.low + (tile.start.to(gl.int64) + rows)[:, None] * tail.RANK + ranks[None, :]
-    target.store(gl.load(pointers, mask=mine[:, None], other=0.0))
+    return gl.load(pointers, mask=mine[:, None] & (ranks < tail.RANK)[None, :], other=0.0)
 
 
 @gluon.jit
-def load_factor(weights, tail, tile, target, adapter, step, rank):
-    """Write 16 ranks of a tile's columns. Return flags of columns with inf or NaN, where zeros are written."""
+def factor_tile(weights, tail, tile, adapter, step, rank):
+    """Return 16 ranks of a tile's columns."""
     ALONG: gl.constexpr = tail.R_STRIDE == 1
     layout: gl.constexpr = (
         gl.BlockedLayout([8, 1], [2, 16], [1, gl.num_warps()], [0, 1])
@@ -86,29 +86,43 @@ def load_factor(weights, tail, tile, target, adapter, step, rank):
     )
     within = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
     if (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate"):
-        columns = tile.column * PIECE + within % PIECE
+        columns = gl.max_contiguous(gl.multiple_of(tile.column * PIECE + within % PIECE, 8), 8)
         inside = columns < weights.N
         columns += gl.where(within >= PIECE, weights.N, 0)
     else:
         columns = tile.column * WIDE + within
         inside = columns < weights.WEIGHT_N
+    # Groups of 8 neighbours, so that reads stay whole.
+    columns = gl.max_contiguous(gl.multiple_of(columns, 8), 8)
     ranks = step * RANKS + gl.arange(0, RANKS, gl.SliceLayout(1, layout))
     matrix = tail.factor + adapter.to(gl.int64) * tail.SLOT_STRIDE + tile.expert.to(gl.int64) * tail.EXPERT_STRIDE
     pointers = matrix + ranks[:, None] * tail.R_STRIDE + columns[None, :] * tail.N_STRIDE
-    values = gl.load(pointers, mask=(ranks < rank)[:, None] & inside[None, :], other=0.0).to(target.dtype)
-    # Rows of others multiply by zero, which would make NaN of either.
-    flags = values.to(gl.float32) * 0.0 != 0.0
-    target.store(gl.where(flags, 0.0, values.to(gl.float32)).to(target.dtype))
-    return gl.max(flags.to(gl.int32), axis=0)
+    # The used ranks of reads along ranks are no constant, which would split them.
+    inside = (ranks < (tail.RANK if ALONG else rank))[:, None] & inside[None, :]
+    return gl.load(pointers, mask=inside, other=0.0)
 
 
 @gluon.jit
-def load_tail(product, tile, stage, phase):
-    """Write the stages of a tile's adapters, ascending."""
-    tail, tiles, pipeline = product.tail, product.tiles, product.pipeline
+def write_step(tiles, stage, part, upper, lower, factor, rank):
+    """Write a step, with zeros from its rank on. Return flags of columns with inf or NaN, where zeros are written."""
+    stage_of_low(tiles, 2 * stage).index(part).store(upper)
+    stage_of_low(tiles, 2 * stage + 1).index(part).store(lower)
+    target = stage_of_factor(tiles, stage).index(part)
+    ranks = gl.arange(0, RANKS, gl.SliceLayout(1, factor.type.layout))
+    values = gl.where((ranks < rank)[:, None], factor.to(target.dtype).to(gl.float32), 0.0)
+    # Rows of others multiply by zero, which would make NaN of either.
+    flags = values * 0.0 != 0.0
+    target.store(gl.where(flags, 0.0, values).to(target.dtype))
+    columns: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    return gl.convert_layout(gl.max(flags.to(gl.int32), axis=0), columns)
+
+
+@gluon.jit
+def adapters_of(product, tile):
+    """Return (numbers, first rows, ends, ranks, steps) of adapters, without steps where none of the tile's rows are."""
+    tail = product.tail
     COUNT: gl.constexpr = 32 if tail.SLOTS <= 32 else 128
     layout: gl.constexpr = gl.BlockedLayout([COUNT // 32], [32], [gl.num_warps()], [0])
-    columns: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     which = gl.arange(0, COUNT, layout)
     exists = which < tail.SLOTS
     groups = tail.start + tile.expert * (tail.SLOTS + 1) + 1 + which
@@ -117,11 +131,21 @@ def load_tail(product, tile, stage, phase):
     ranks = gl.load(tail.ranks + which * tail.NUM_EXPERTS + tile.expert, mask=exists, other=0)
     ranks = gl.minimum(gl.maximum(ranks, 0), tail.RANK)
     touched = (firsts < tile.rows) & (ends > 0) & (ends > firsts)
-    counts = gl.where(touched, (ranks + RANKS - 1) // RANKS, 0)
+    return which, firsts, ends, ranks, gl.where(touched, (ranks + RANKS - 1) // RANKS, 0)
+
+
+@gluon.jit
+def load_tail(product, tile, adapters, stage, phase):
+    """Write the stages of a tile's adapters, ascending."""
+    tail, tiles, pipeline = product.tail, product.tiles, product.pipeline
+    # Both steps of a stage are read at once where registers have room.
+    NARROW: gl.constexpr = tail.factor.dtype.element_ty.primitive_bitwidth == 16
+    TOGETHER: gl.constexpr = STEPS if NARROW and tail.R_STRIDE != 1 else 1
+    which, firsts, ends, ranks, counts = adapters
     stages = gl.maximum(gl.sum((counts + STEPS - 1) // STEPS, axis=0), 1)
     adapter, done, count = stages * 0 - 1, stages * 0, stages * 0
     for number in range(stages):
-        following = gl.min(gl.where((which > adapter) & (counts > 0), which, COUNT), axis=0)
+        following = gl.min(gl.where((which > adapter) & (counts > 0), which, which.shape[0]), axis=0)
         adapter = gl.where(done < count, adapter, following)
         done = gl.where(done < count, done, 0)
         chosen = which == adapter
@@ -129,17 +153,24 @@ def load_tail(product, tile, stage, phase):
         first, end = gl.sum(gl.where(chosen, firsts, 0), axis=0), gl.sum(gl.where(chosen, ends, 0), axis=0)
         rank = gl.sum(gl.where(chosen, ranks, 0), axis=0)
         steps = gl.minimum(count - done, STEPS)
-        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
-        upper, lower = stage_of_low(tiles, 2 * stage), stage_of_low(tiles, 2 * stage + 1)
-        flags = gl.zeros([WIDE], gl.int32, columns)
-        for part in range(steps):
+        flags = gl.zeros([WIDE], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+        for part in range(0, steps, TOGETHER):
             step = done + part
-            load_low(tail, tile, upper.index(part), step, first, end, 0)
-            if tile.rows > ROWS:
-                load_low(tail, tile, lower.index(part), step, first, end, ROWS)
-            factor = stage_of_factor(tiles, stage).index(part)
-            more = load_factor(product.weights, tail, tile, factor, adapter, step, rank)
-            flags = gl.maximum(flags, gl.convert_layout(more, columns))
+            # All reads before the first write: one latency.
+            upper = low_tile(tail, tile, step, first, end, 0)
+            lower = low_tile(tail, tile, step, first, end, ROWS)
+            factor = factor_tile(product.weights, tail, tile, adapter, step, rank)
+            if TOGETHER == 2:
+                next_upper = low_tile(tail, tile, step + 1, first, end, 0)
+                next_lower = low_tile(tail, tile, step + 1, first, end, ROWS)
+                next_factor = factor_tile(product.weights, tail, tile, adapter, step + 1, rank)
+            mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
+            flags = gl.maximum(flags, write_step(tiles, stage, part, upper, lower, factor, rank - step * RANKS))
+            if TOGETHER == 2:
+                used = rank - (step + 1) * RANKS
+                more = write_step(tiles, stage, part + 1, next_upper, next_lower, next_factor, used)
+                flags = gl.maximum(flags, more)
+        mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
         flags_of(tiles, stage).store(flags)
         facts = facts_of(tiles, stage)
         write_number(facts, FACTS, first)
