@@ -46,14 +46,14 @@ from moe_torch.operators import stages
 from moe_torch.operators import table as operators
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import ROUTED, WATCH
-from moe_torch.operators.table import MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
+from moe_torch.operators.table import LORA, LORA_TRAINING, MOE_QUANTIZED, QUANTIZED_TRAINING, TRAINING
 
 __all__ = ["LayerRouting", "Recording", "RoutingTrace", "capture", "replay"]
 
 #: Forward -> the class of its routing, its operator, and the like operator that takes ids and weights.
 _FORWARDS: dict[Any, tuple[type, Operator, Operator]] = {
     operator.overload: (kind, operator, forwards[TopK])
-    for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING)
+    for forwards in (operators.MOE, MOE_QUANTIZED, TRAINING, QUANTIZED_TRAINING, LORA, LORA_TRAINING)
     for kind, operator in forwards.items()
 }
 

@@ -153,7 +153,10 @@ class LoRAParameters(torch.nn.Module):
 
     def factors(self) -> LoRAFactors:
         """The op's factors without dropout."""
-        return LoRAFactors(**{name: getattr(self, name) for name in _FACTORS}, scale=self.scale, ranks=self.ranks)
+        factors = {name: getattr(self, name) for name in _FACTORS}
+        wide = any(one.dtype == torch.float64 for one in factors.values() if one is not None)
+        scale = self.scale.double() if wide else self.scale  # float64 never mixes with other floats
+        return LoRAFactors(**factors, scale=scale, ranks=self.ranks)
 
     def bundle(self) -> LoRAFactors:
         """The op's factors. In training with dropout each call draws a seed from torch's generator."""

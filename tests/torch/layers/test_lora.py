@@ -16,7 +16,7 @@ import moe_torch
 from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import LoRAFactors, map_arrays
-from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported
+from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported, trace
 from tests.support.training.lora import PAIRS, Problem, draw, oracle
 
 OAI = Activation("swiglu_oai", gate_layout="interleaved")
@@ -250,3 +250,19 @@ def test_bad_slots_and_options() -> None:
         LoRA(4, targets=("router",))
     with pytest.raises(Unsupported, match="expert_ids"):
         layer(x, adapter_ids=ids, expert_ids=torch.zeros(3, 2, dtype=torch.int64))
+
+
+def test_traces_and_float64() -> None:
+    layer, x = layer_of(), torch.randn(12, 64)
+    layer.add_lora(LoRA(4)).b1.data.normal_()
+    with trace.capture() as recording:
+        y, aux = layer(x, return_aux=True)
+    (routing,) = recording.layers
+    assert torch.equal(routing.ids, aux.ids) and torch.equal(routing.weights, aux.weights)
+    turned = trace.LayerRouting(routing.ids.roll(1, 0), routing.weights.roll(1, 0), 4)
+    with trace.replay([turned]):
+        moved, aux = layer(x, return_aux=True)
+    assert torch.equal(aux.ids, turned.ids) and not torch.equal(moved, y)
+    with moe_torch.cpu_engine("reference"):
+        wide = layer.double()(x.double())
+    assert wide.dtype == torch.float64 and torch.allclose(wide.float(), y, atol=1e-5, rtol=1e-4)
