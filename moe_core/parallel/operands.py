@@ -96,3 +96,13 @@ def require_adapters(lora: Any, adapter_ids: Any, tokens: int, placement: Placem
 def held_columns(placement: Placement, rank: int, count: int) -> tuple[int, ...]:
     """The experts of a rank's first places, in arrays of all experts. An empty place reads expert 0."""
     return tuple(0 if expert == HOLE else expert for expert in placement.owners[rank][:count])
+
+
+def require_row_scales(spec: MoESpec, experts: ExpertWeights) -> None:
+    """Raise Unsupported for activations with one scale of all rows, which each rank would choose for its own rows."""
+    activations = spec.activations
+    if activations is not None and activations.group_rows is None and experts.gate_up_input_scale is None:
+        raise Unsupported(
+            f"activations must have a scale for each row across ranks, or given scales, got {activations}: one of "
+            "all rows would be each rank's own; pass experts.gate_up_input_scale and down_input_scale"
+        )

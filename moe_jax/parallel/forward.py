@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ExchangeSpec, ParallelOutput, Placement, plan_exchange
-from moe_core.parallel.operands import require_given, require_scores
+from moe_core.parallel.operands import require_given, require_row_scales, require_scores
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, LoRAFactors, RouterLogits, RouterWeights, SharedExpert, TopK
@@ -149,6 +149,7 @@ def run(
     require_type("routing", routing, RouterWeights, RouterLogits, TopK)
     x, placement, axis_name = require_x(x), group.placement, group.axis_name
     require_ranks(group, spec)
+    require_row_scales(spec, experts)
     _require_experts(experts, placement)
     mask = None if token_mask is None else jnp.asarray(token_mask)
     tensor, size = group.tensor_axis, size_of(group.tensor_axis)

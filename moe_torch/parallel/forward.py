@@ -14,7 +14,13 @@ from moe_core.base.arrays import require_spec, row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.bounds import is_direct
-from moe_core.parallel.operands import experts_digest, require_adapters, require_given, require_scores
+from moe_core.parallel.operands import (
+    experts_digest,
+    require_adapters,
+    require_given,
+    require_row_scales,
+    require_scores,
+)
 from moe_core.parallel.spec import refuse_chunks
 from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
@@ -307,12 +313,7 @@ class Exchange:
             )
         if spec.apply_router_weight_on_input:
             raise Unsupported("apply_router_weight_on_input must be False across ranks, got True; weight x beforehand")
-        activations = spec.activations
-        if activations is not None and activations.group_rows is None and experts.gate_up_input_scale is None:
-            raise Unsupported(
-                f"activations must have a scale for each row across ranks, or given scales, got {activations}: one of "
-                "all rows would be each rank's own; pass experts.gate_up_input_scale and down_input_scale"
-            )
+        require_row_scales(spec, experts)
 
     def _route(
         self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: Any, known: bool
