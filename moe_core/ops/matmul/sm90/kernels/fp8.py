@@ -7,6 +7,7 @@ consumer 0 and 1 (4 warps each), 64 rows each
     for each stage, for the first and then for the last 128 columns:
         one wgmma 64 x 128 x 128
         total += product * (scale of the row * scale of the weights), while the other consumer multiplies
+    consumers begin products by turns, or both would multiply and add at the same time
     scales are loaded one stage ahead
 
 Scales that span the reduction multiply the sum instead. FAST then leaves the whole sum to the tensor cores.
@@ -14,7 +15,13 @@ Scales that span the reduction multiply the sum instead. FAST then leaves the wh
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from moe_core.ops.common.kernels.aggregates import (
     Epilogue,
@@ -54,7 +61,8 @@ DEPTH = gl.constexpr(128)
 
 
 #: fp32 scales of rows and weights. See `matmul_fp8`.
-Scales = aggregate_of("Scales", "x weights up_weights X_STRIDE X_GROUP ROWS COLUMNS GROUP_ROWS GROUP FAST")
+#: turns: a barrier for each consumer, or None if FAST.
+Scales = aggregate_of("Scales", "x weights up_weights turns X_STRIDE X_GROUP ROWS COLUMNS GROUP_ROWS GROUP FAST")
 
 
 @gluon.jit
@@ -95,9 +103,36 @@ def scales_of_part(product, matrix, column, PART: gl.constexpr):
 
 
 @gluon.jit
-def begin_part(rows, weights, PART: gl.constexpr, layout: gl.constexpr):
+def take_turn(turns, WHICH: gl.constexpr, PART: gl.constexpr):
+    """Wait until the other consumer has begun its part: two turns a stage, consumer 0 first."""
+    mbarrier.wait(turns.index(WHICH), (PART + 1 + WHICH) % 2)
+
+
+@gluon.jit
+def pass_turn(turns, WHICH: gl.constexpr):
+    barrier()
+    mbarrier.arrive(turns.index(1 - WHICH), count=1)
+
+
+@gluon.jit
+def begin_part(rows, weights, turns, PART: gl.constexpr, WHICH: gl.constexpr, layout: gl.constexpr):
     part = weights.slice(PART * PIECE, PIECE, dim=0).permute([1, 0])
-    return warpgroup_mma(rows, part, gl.zeros([ROWS, PIECE], gl.float32, layout), use_acc=False, is_async=True)
+    take_turn(turns, WHICH, PART)
+    begun = warpgroup_mma(rows, part, gl.zeros([ROWS, PIECE], gl.float32, layout), use_acc=False, is_async=True)
+    pass_turn(turns, WHICH)
+    return begun
+
+
+@gluon.jit
+def skip_stages(product, stage, phase, WHICH: gl.constexpr):
+    """Release the stages of a tile without rows of this consumer, and let the other one have every turn."""
+    pipeline, turns = product.pipeline, product.scales.turns
+    for _ in range(0, product.weights.D, DEPTH):
+        for part in gl.static_range(2):
+            take_turn(turns, WHICH, part)
+            pass_turn(turns, WHICH)
+        stage, phase = skip_tile(pipeline, stage, phase, DEPTH, DEPTH)
+    return stage, phase
 
 
 @gluon.jit
@@ -121,7 +156,7 @@ def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHIC
         first_factor, last_factor = None, None
         await_stage(pipeline, stage, phase)
         rows, weights = tiles.left.index(2 * stage + WHICH), tiles.right.index(stage)
-        partial = begin_part(rows, weights, 0, layout)
+        partial = begin_part(rows, weights, scales.turns, 0, WHICH, layout)
         if scales.GROUP > 0:
             first_factor, last_factor = x_scale * first_scale, x_scale * last_scale
             following = gl.minimum(block + 1, BLOCKS - 1)
@@ -132,7 +167,7 @@ def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHIC
         first = add_part(first, partial, first_factor)
         # No product is under way. This makes the compiler add before the next product needs the registers.
         first = warpgroup_mma_wait(num_outstanding=0, deps=[first])
-        partial = begin_part(rows, weights, 1, layout)
+        partial = begin_part(rows, weights, scales.turns, 1, WHICH, layout)
         partial = warpgroup_mma_wait(num_outstanding=0, deps=[partial])
         release_stage(pipeline, stage)
         last = add_part(last, partial, last_factor)
@@ -214,7 +249,10 @@ def consumer(WHICH: gl.constexpr, product):
             zero = tile.column >> 31 if epilogue.maxima is not None else 0
             finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST, zero)
         elif expert >= 0:
-            stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+            if scales.FAST:
+                stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+            else:
+                stage, phase = skip_stages(product, stage, phase, WHICH)
         release_tile(pipeline, place)
         place, ring_phase = advance(place, ring_phase, RING)
     tma.store_wait(0)
@@ -258,8 +296,15 @@ def matmul_fp8(
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
     pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
     tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles)
+    turns = None
+    if not FAST:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turns.index(i), count=1)
+        fence_async_shared()
+        barrier()
     factors = Scales(
-        x_scales, scales, up_scales, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, FAST
+        x_scales, scales, up_scales, turns, X_SCALE_STRIDE, X_GROUP, SCALE_ROWS, SCALE_COLUMNS, GROUP_ROWS, GROUP, FAST
     )
     output = Output(y_out, y_map, None, None, None, N, SCATTER, TRUSTED)
     result_scales = y_scales if given is None else given
