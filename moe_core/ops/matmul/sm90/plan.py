@@ -47,8 +47,10 @@ _LEAST_ROWS = 48
 #: Mean rows where tall blocks win. Measured at means of 128 and 160: 3 to 14 % faster; at 64, 96, 192, 256 and 512
 #: mostly 1 to 4 % slower.
 _TALL_ROWS = (120, 180)
-#: Reductions over which blocks that read the same weights drift apart. Swapped operands were not measured there.
+#: Reductions over which blocks that read the same weights drift apart.
 _LONG = 4096
+#: Longest reduction that swapped operands were measured at.
+_SWAPPED_LONGEST = 7168
 #: Mean rows where swapped operands win, by the layout of gate and up. One block of at most 160 holds most groups of the
 #: first range, two those of the second. Measured at means of 64 to 512: at 128 rows 0 to 12 % faster than the best
 #: other blocks, at 256 with gate and up apart 5 to 9 %. Outside the ranges up to 26 % slower.
@@ -146,7 +148,7 @@ class _Sm90(Sm90Family):
         loose = problem.layout is None or problem.layout.limit is None
         if problem.tail is not None:
             return sm90_config(problem, SM90_STAGES, 4)
-        if loose and problem.d < _LONG and any(low <= rows <= high for low, high in ranges):
+        if loose and problem.d <= _SWAPPED_LONGEST and any(low <= rows <= high for low, high in ranges):
             return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
