@@ -173,11 +173,11 @@ def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
     return theme.finish(figure, message, ["KiB per token from forward to backward, x included.", source])
 
 
-def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
-    """Write both figures of some records into a folder; returns the files."""
-    records = [json.loads(path.read_text()) for path in paths]
+def plot(paths: Sequence[Path], output: Path, kind: str = "svg", kept_in: Sequence[Path] = ()) -> list[Path]:
+    """Write both figures of some records, the second also of those of `kept_in`, into a folder; returns the files."""
+    records, others = ([json.loads(path.read_text()) for path in some] for some in (paths, kept_in))
     output.mkdir(parents=True, exist_ok=True)
-    kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
+    kept = [record for record in [*others, *records] if any("kept_bytes_per_token" in row for row in record["rows"])]
     written = []
     with theme.drawing(kind):
         figures = {"speedup": draw_speedups(records, source_line(records))}
