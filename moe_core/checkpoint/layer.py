@@ -192,8 +192,11 @@ class Checkpoint:
             shape = layer_stacks(architecture, names)["experts.gate_up"].shape
             stored = reader.stored_shape(names.fused[0])
             names = dataclasses.replace(names, turned=stored != shape and stored == (shape[0], shape[2], shape[1]))
-        if names.gguf and names.shared_gate in self.index.files:
-            names = dataclasses.replace(names, flat_gate=len(reader.stored_shape(names.shared_gate)) == 1)
+        if names.gguf:
+            # Converters of other years leave out axes of one element.
+            stored = {"flat_gate": names.shared_gate, "flat_bias": names.correction_bias}
+            held = {field: reader.stored_shape(name) for field, name in stored.items() if name in self.index.files}
+            names = dataclasses.replace(names, **{field: len(shape) == 1 for field, shape in held.items()})
         if (names.fused is None or names.gguf) and architecture.spec.activation.gate_layout == "interleaved":
             # Experts that were split have gate and up in modules of their own.
             architecture = dataclasses.replace(architecture, spec=architecture.spec.with_gate_layout("halves"))

@@ -26,7 +26,8 @@ class LayerNames:
 
     block: the prefix of router and experts, `model.layers.3.mlp.`. fused: (gate_up, down), in GGUF also (gate, up,
     down), None: per expert, with the names `modules`. turned, interleaved: of `fused`. table: "" if the layer has none.
-    canonical: transformers' `block`. flat_gate: the shared experts' gate is `[D]`.
+    canonical: transformers' `block`. flat_gate, flat_bias: GGUF has the shared experts' gate as `[D]`, the
+    correction bias as `[E]`.
     """
 
     block: str
@@ -45,6 +46,7 @@ class LayerNames:
     canonical: str = ""
     gguf: bool = False
     flat_gate: bool = False
+    flat_bias: bool = False
 
     @property
     def router_bias(self) -> str:
@@ -202,7 +204,7 @@ def layer_stacks(architecture: Architecture, names: LayerNames) -> dict[str, Sta
         part = Part(names.table, shape, (), *casts)
         stacks["router.table"] = Stack(shape, (part,), dtype="int32", accepts=("I64", "I32"))
     elif architecture.correction_bias:
-        shape = (1, num_experts) if architecture.naming.bias_row and not names.gguf else (num_experts,)
+        shape = (1, num_experts) if architecture.naming.bias_row and not names.flat_bias else (num_experts,)
         parts = (Part(names.correction_bias, shape, decode=np.ravel if len(shape) > 1 else None),)
         stacks["router.correction_bias"] = Stack((num_experts,), parts, dtype="float32")
     if architecture.router_norm is not None:

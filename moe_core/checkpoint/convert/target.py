@@ -183,9 +183,10 @@ class Target:
 
     def _kept_dtype(self, stored: str) -> str:
         """Of scales whose codes are kept. transformers computes experts in it, so other 16 bits than the checkpoint's
-        are rounded for it."""
-        wanted = self._scale_dtype()
-        return wanted if wanted and self.loader == LOADERS[0] and {stored, wanted} == _HALVES else stored
+        become the checkpoint's."""
+        assert self.format is not None and self.packing is not None
+        is_theirs = self.packing.method == "compressed-tensors" and not self.format.has_e8m0_scales
+        return self.dtype if is_theirs and self.loader == LOADERS[0] and stored in _HALVES else stored
 
     def zeros(self, shape: tuple[int, int], stored: Storage | None) -> QuantizedTensor | Nvfp4:
         """A matrix of an expert, without its numbers."""

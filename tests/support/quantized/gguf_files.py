@@ -29,7 +29,7 @@ def gguf_tensors(model: Any, family: str) -> dict[str, np.ndarray]:
         if match := _EXPERT.fullmatch(name):
             experts[f"{block}ffn_{_HALVES[match[3]]}_exps.weight"].append(array)
         elif "correction_bias" in name or "expert_bias" in name:
-            made[f"{block}exp_probs_b.bias"] = array.reshape(-1)
+            made[f"{block}exp_probs_b.bias"] = array
         elif ".experts.gate_up_proj" in name or "input_linear" in name:
             is_bias, end = name.endswith("_bias"), "shexp" if "shared" in name else "exps"
             halves = (array[..., ::2], array[..., 1::2]) if family == "gpt_oss" else np.split(array, 2, axis=-2)
