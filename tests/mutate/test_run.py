@@ -125,7 +125,7 @@ def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() ->
     assert folders.total() == 100 and 0 < folders["."] < 33, "a file with less than a third"
     assert folders["parallel"] - folders["formats"] in (0, 1)
     directories = collections.Counter(m.path.rpartition("/")[0] for folder, m in drawn if folder == "parallel")
-    assert len(directories) == 3 and max(directories.values()) - min(directories.values()) <= 1
+    assert len(directories) == 4 and max(directories.values()) - min(directories.values()) <= 1
     assert draw(10, 0, paths, gpu=False, folders=("parallel",))[0][0] == "parallel"
 
 

@@ -24,7 +24,6 @@ from moe_core.ops.matmul import forward as matmul_ogs
 from moe_core.ops.matmul import grouped
 from moe_core.ops.matmul.problem import MatmulProblem
 from moe_core.ops.matmul.sm90.fp8_plan import MATMUL_FP8
-from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.matmul.sm90_packed.plan import MATMUL_MIXED_INPUT
 from moe_core.ops.matmul.tile_choice import heuristic_tile
@@ -64,8 +63,7 @@ NUM_SMS, GFX942 = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}, "gfx942"
 SPILLED = {MATMUL_FP8.name: 64}
 #: The same of prepacked integers: what a loop does not change, put away around it or once in a turn of several steps.
 SPILLED_OF_INTEGERS = {MATMUL_MIXED_INPUT.name: 16, MATMUL_FEW_ROWS.name: 16}
-#: The same of tails of adapters: addresses that a tile reads once.
-SPILLED_OF_TAILS = {SM90_MATMUL_OGS.name: 64}
+SPILLED_OF_TAILS = {"matmul.sm90.kernels.matmul:matmul_ogs": 64}  # of adapters: addresses that a tile reads once
 #: The same where kernels are not tuned: an integer product of 16 rows on sm_80, and single addresses.
 FEW = 72
 #: Modules of kernels that use TMA and wgmma.
@@ -92,8 +90,7 @@ MODELS = {
     "dsv3": Model(
         SHAPES["dsv3"],
         RouterSpec(8, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
-        "out_in",
-        "halves",
+        *("out_in", "halves"),
         correction_bias=True,
         shared_ff=2048,
     ),
@@ -388,7 +385,7 @@ def measure(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> Record:
 def compile_for_amd(plan: LaunchPlan, launch: KernelLaunch) -> Record:
     """Compile one launch for gfx942; only that it compiles is looked at."""
     size = len(compile_launch(plan, launch, plan.target).asm["hsaco"])
-    metrics = (size, launch.num_warps, 0, 0, 0, False, False, False)
+    metrics = size, launch.num_warps, 0, 0, 0, False, False, False
     return Record(launch.kernel.name, _label(plan, launch), GFX942, *metrics)
 
 
