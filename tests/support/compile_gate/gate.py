@@ -90,7 +90,8 @@ MODELS = {
     "dsv3": Model(
         SHAPES["dsv3"],
         RouterSpec(8, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
-        *("out_in", "halves"),
+        "out_in",
+        "halves",
         correction_bias=True,
         shared_ff=2048,
     ),
@@ -100,9 +101,8 @@ MODELS = {
 @dataclass(frozen=True)
 class Record:
     """What one compiled launch uses. shared_bytes per block; stack_bytes per thread (spills); many_rows: a 16-bit
-    matmul tile of at least 64 rows; has_tma: it loads through tensor maps; order: what it breaks of `pdl_order`;
-    narrow: how it moves rows between ranks in pieces of fewer than 16 bytes; overwritten: what writes an operand of a
-    wgmma that may not have been read."""
+    matmul tile of at least 64 rows; has_tma: tensor maps; order: what it breaks of `pdl_order`; narrow: how it moves
+    rows between ranks in less than 16 bytes; overwritten: what writes an operand of a wgmma too early."""
 
     kernel: str
     label: str
