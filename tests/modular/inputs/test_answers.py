@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.specs import Activation
 from moe_torch import modular
 from moe_torch.modular import FusedMoEModularKernel, FusedMoEQuantConfig, QuantKey, ScaleDesc
+from moe_torch.modular.newest import activation as newest_activation
+from moe_torch.modular.newest import quant_configs
 from tests.support.modular.problems import draw_problem
 from tests.support.modular.quantized import CONFIGURATIONS, tensor
 from tests.support.torch import require_equal, running_on, to_torch
@@ -265,3 +268,17 @@ def test_constants_without_a_use_are_refused() -> None:
             call()
     with pytest.raises(Unsupported, match="swigluoai_uninterleave has kernels for gemm1_beta 1"):
         chosen("swigluoai_uninterleave", gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+
+
+def test_published_activations_and_constants() -> None:
+    kinds = newest_activation.MoEActivation
+    for kind in kinds:
+        wanted = [other for other in kinds if other.value == f"{kind.value}_no_mul"] or [kind]
+        assert kind.without_mul() is wanted[0]
+    assert kinds.from_str("silu").without_mul() is kinds.SILU_NO_MUL
+    layer = SimpleNamespace(swiglu_limit=7.0, swiglu_alpha=2.0, activation_situ_beta=3.0)
+    quantised = SimpleNamespace(gemm1_clamp_limit=None, gemm1_alpha=1.5)
+    config = newest_activation.ApplyMoEActivationConfig
+    assert config.from_configs(layer, quantised) == config(7.0, 1.5, 0.0, 3.0, None)
+    defaults = inspect.signature(quant_configs.mxfp4_mxfp8_moe_quant_config).parameters
+    assert defaults["is_scale_swizzled"].default is True and defaults["mx_alignment"].default == 0
