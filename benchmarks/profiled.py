@@ -1,6 +1,6 @@
 """A training step's plans, and the times of its kernels, for `moebius-view PLANS --profile TIMES`; needs a CUDA GPU.
 
-python -m benchmarks.profiled benchmarks/results/plans-h200.json benchmarks/results/plan-times-h200.json
+python -m benchmarks.profiled benchmarks/results/plans/step-h200.json benchmarks/results/plans/step-times-h200.json
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tools.browser import Page
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _FIGURES = _DOCS / "figures"
-_RESULTS = _DOCS.parent / "benchmarks" / "results"
+_PLANS = _DOCS.parent / "benchmarks" / "results" / "plans"
 _SOCIAL = """<style>body{{margin:0;height:630px;display:flex;align-items:center;gap:60px;box-sizing:border-box;
 font:34px/1.4 sans-serif;color:#1f2328;background:#fff;border-bottom:16px solid #1f6feb;padding:0 80px}}p{{margin:0}}
 h1{{font-size:92px;line-height:1;margin:0 0 28px}}svg{{width:340px;flex:none}}</style>
@@ -56,7 +56,7 @@ def main() -> None:
         page.value("document.querySelector('canvas.pick').focus()")
         page.press("ArrowRight")
         page.picture(_FIGURES / "view-routing.png", 1240)
-        write_page(path, view_page([_RESULTS / "plans-h200.json"], profile=_RESULTS / "plan-times-h200.json"))
+        write_page(path, view_page([_PLANS / "step-h200.json"], profile=_PLANS / "step-times-h200.json"))
         page.open(path, _READY)
         page.picture(_FIGURES / "view-plans.png", 900)
         pitch = (_FIGURES.parents[1] / "README.md").read_text().split("\n\n")[1]

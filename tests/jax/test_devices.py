@@ -180,30 +180,32 @@ def test_threads() -> None:
         list(threads.map(work, range(6), timeout=60))
 
 
+def ranked(ids: jax.Array) -> jax.Array:
+    """A layout needs the ids of all tokens."""
+    return moe_jax.make_layout(ids, 4).slot_of_row
+
+
 def test_a_sharded_array_outside_shard_map_is_refused() -> None:
-    mesh = cpu_mesh()
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
-    weights = jax.device_put(jnp.ones((8, 1)), NamedSharding(mesh, P()))
+    mesh, ids = cpu_mesh(), jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 4
+    split = jax.device_put(ids, NamedSharding(mesh, P("data")))
     with running_on("reference"):
-        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
-            moe_jax.scale_rows(x, weights)
-        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
-            jax.jit(lambda weights: moe_jax.scale_rows(x, weights))(weights)
+        with pytest.raises(moe_jax.Unsupported, match=r"ids is split over several .*inside jax.shard_map"):
+            ranked(split)
+        with pytest.raises(moe_jax.Unsupported, match=r"ids is split over several .*inside jax.shard_map"):
+            jax.jit(lambda: ranked(split))()
         # A copy on every device is whole on each of them.
-        replicated = jax.device_put(x, NamedSharding(mesh, P()))
-        result = moe_jax.scale_rows(replicated, weights)
+        result = ranked(jax.device_put(ids, NamedSharding(mesh, P())))
         assert result.sharding.is_fully_replicated and len(result.sharding.device_set) == NUM_DEVICES
 
 
 def test_explicit_mesh_axes_are_refused_inside_jit() -> None:
     mesh = cpu_mesh(AxisType.Explicit)
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
-    weights = jax.device_put(jnp.ones((8, 1)), NamedSharding(mesh, P("data")))
+    ids = jax.device_put(jnp.ones((8, 2), jnp.int32), NamedSharding(mesh, P("data")))
     with running_on("reference"):
-        with pytest.raises(moe_jax.Unsupported, match=r"x is split over several .*inside jax.shard_map"):
-            jax.jit(moe_jax.scale_rows)(x, weights)
-        inside = jax.shard_map(moe_jax.scale_rows, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
-        np.testing.assert_array_equal(np.asarray(jax.jit(inside)(x, weights)), np.ones((8, 4)))
+        with pytest.raises(moe_jax.Unsupported, match=r"ids is split over several .*inside jax.shard_map"):
+            jax.jit(ranked)(ids)
+        inside = jax.shard_map(ranked, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        assert jax.jit(inside)(ids).shape == (16,)
 
 
 def test_arrays_of_different_devices_are_refused() -> None:

@@ -25,7 +25,7 @@ from moe_jax import InvalidInput, Unsupported, layers, linen, nnx
 from moe_jax.layers.trained_codes import fake_quantize
 from moe_jax.nnx import ExpertsSpec
 from tests.support.jax import on_engines, running_on
-from tests.support.qwix import D, E, F, K, Model, quantized, rule, tokens
+from tests.support.quantized.qwix import D, E, F, K, Model, quantized, rule, tokens
 
 #: qwix 0.1.8 uses names that flax deprecates.
 pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:qwix\.")

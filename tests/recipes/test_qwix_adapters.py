@@ -22,7 +22,7 @@ from moe_core.checkpoint import read_adapter
 from moe_core.layers import MoELayerSpec
 from moe_jax import InvalidInput, Unsupported, layers, linen, tunix
 from tests.support.jax import running_on
-from tests.support.qwix import D, E, F, K, Model, quantized, rule, tokens
+from tests.support.quantized.qwix import D, E, F, K, Model, quantized, rule, tokens
 
 #: qwix 0.1.8 uses names that flax deprecates.
 pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:qwix\.")

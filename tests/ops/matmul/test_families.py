@@ -192,7 +192,7 @@ def test_many_rows_take_the_sm90_family_on_sm_90() -> None:
     assert config(48 * 8 - 1).family == "portable"
     assert config(48 * 8, target=Target("cuda", 100, 148)).family == "portable"
     assert config(48 * 8, out_dtype="float32").family == "portable"
-    assert config(256 * 8, d=4096) == sm90_config(enough, 3, 4), "blocks stay together over a long reduction"
+    assert config(256 * 8, d=7680) == sm90_config(enough, 3, 4), "blocks stay together over a long reduction"
     assert config(257 * 8, d=4096).num_stages == 4
 
 
