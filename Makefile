@@ -26,10 +26,13 @@ RANK_TESTS := tests/torch/parallel tests/parity/test_ranks.py tests/parity/test_
 	tests/monitor/test_ranks.py tests/layers/test_combinations_on_ranks.py \
 	$(addprefix tests/modular/,test_expert_parallel.py test_jax_expert_parallel.py test_deep_ep.py)
 
+# Beside the suite: features of layers times each other, and fields times the ways that a layer goes.
+PAIR_TESTS := $(addprefix tests/layers/,test_combinations.py test_routes.py)
+
 # Beside the suite: libraries around the layers. .ci/run has them in an environment without the others.
 RECIPE_TESTS := tests/recipes tests/checkpoint/convert/test_loaders.py
 
-.PHONY: environment parity test ranks recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
+.PHONY: environment parity test ranks pairs recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
 	maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
 
 environment:
@@ -41,12 +44,16 @@ parity:
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs tests/jax/parallel $(RANK_TESTS) $(RECIPE_TESTS))
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs tests/jax/parallel $(RANK_TESTS) $(PAIR_TESTS) $(RECIPE_TESTS))
 
 # Expert parallelism, on processes that are ranks and on devices of the host.
 ranks: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RANK_TESTS)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
+
+# Covering arrays: each pair of features and each field on each route once.
+pairs: environment
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PAIR_TESTS)
 
 # Layers inside of PEFT, qwix, accelerate and transformers.
 recipes: environment
