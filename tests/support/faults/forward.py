@@ -76,8 +76,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         Fault("1 << (experts & 31)", "1 << (experts & 30)", "mixtral", "bitmatrix"),
         Fault("place = tl.cumsum(bits, axis=1) - 1", "place = tl.cumsum(bits, axis=1)", "mixtral", "bitmatrix"),
     ),
+    "common.kernels.rows": (Fault("slots // TOP_K", "slots // TOP_K * 0", "mixtral", "matmul1"),),
     "matmul.portable.kernel": (
-        Fault("slots // TOP_K", "slots // TOP_K * 0", "mixtral", "matmul1"),
         Fault("result.to(pointers.dtype", "result.to(tl.bfloat16).to(pointers.dtype", "mixtral", "matmul1"),
         Fault("accumulator += tl.load(bias", "accumulator -= tl.load(bias", "gpt_oss", "matmul1"),
         Fault("second = first + weights.N * weights.N_STRIDE", "second = first", "qwen3_moe", "activation"),
