@@ -182,8 +182,7 @@ class Target:
         return None if plain else self.dtype
 
     def _kept_dtype(self, stored: str) -> str:
-        """Of scales whose codes are kept. transformers computes experts in it, so other 16 bits than the checkpoint's
-        become the checkpoint's."""
+        """The dtype of kept codes' scales. transformers computes experts in it: of 16 bits, it is the checkpoint's."""
         assert self.format is not None and self.packing is not None
         is_theirs = self.packing.method == "compressed-tensors" and not self.format.has_e8m0_scales
         return self.dtype if is_theirs and self.loader == LOADERS[0] and stored in _HALVES else stored
