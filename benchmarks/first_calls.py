@@ -1,6 +1,6 @@
 """First calls and host time of small calls, of both frameworks in one table.
 
-    python -m benchmarks.first_calls [--turns 200] [--tokens 16]
+    python -m benchmarks.first_calls [--turns 200] [--tokens 16] [--output RECORD]
 
 Each row runs in a process of its own with an empty Triton cache. `import`: seconds to import the framework and the
 front-end. `first`: from the first call until its result is there, with planning, tracing and compiling. `call`: the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from benchmarks.provenance import provenance
 
 NUM_EXPERTS, TOP_K, D, F = 8, 2, 256, 128
 ROWS = ("torch moe", "torch prepare_moe", "torch layer", "jax moe", "jax jit(moe)", "jax jit(layer)")
@@ -102,11 +105,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=pathlib.Path, help="the record's file")
     options = parser.parse_args()
     if options.row:
         print(json.dumps(_measure(options.row, options.tokens, options.turns)))
         return
     print("| | import, s | first call, s | later call, us |\n|---|---|---|---|")
+    rows = []
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, "-m", "benchmarks.first_calls", "--row", row, "--tokens", str(options.tokens)]
@@ -115,7 +120,11 @@ def main() -> None:
                 env=os.environ | {"TRITON_CACHE_DIR": folder}, check=True, capture_output=True, text=True,
             )  # fmt: skip
         made = json.loads(done.stdout.splitlines()[-1])
+        rows.append({"row": row, "tokens": options.tokens} | made)
         print(f"| {row} | {made['import']:.1f} | {made['first']:.2f} | {made['call']:.0f} |", flush=True)
+    if options.output:
+        record = {"provenance": provenance("benchmarks.first_calls"), "rows": rows}
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _pad(x: jax.Array, tile: int) -> tuple[jax.Array, int]:
     return jnp.pad(x, ((0, amount), (0, 0))), amount
 
 
-class _Config(SimpleNamespace):
+class Config(SimpleNamespace):
     """base.yml and ours. Options that MaxText derives are absent: None."""
 
     def __getattr__(self, name: str) -> None:
@@ -93,15 +93,15 @@ def _run(layer: Any, x: jax.Array) -> dict[str, jax.Array]:
     return {"output": output, "d_x": d_x, **named}
 
 
-def _read(package: pathlib.Path, *names: str) -> dict[str, Any]:
+def read(package: pathlib.Path, *names: str) -> dict[str, Any]:
     configs = (yaml.safe_load((package / "configs" / f"{name}.yml").read_text()) for name in names)
     return functools.reduce(lambda one, other: one | other, configs)
 
 
 @contextlib.contextmanager
-def _maxtext(package: pathlib.Path, **split: int) -> Iterator[tuple[Any, Any, Any]]:
+def opened(package: pathlib.Path, **split: int) -> Iterator[tuple[Any, Any, Any]]:
     """(its module `moe`, its initialiser, a mesh with these axes split), under its rules."""
-    config = _read(package, "base")
+    config = read(package, "base")
     rules = tuple((name, tuple(on) if isinstance(on, list) else on) for name, on in config["logical_axis_rules"])
     axes = tuple(config["mesh_axes"])
     sizes = tuple(split.get(axis, 1) for axis in axes)
@@ -143,9 +143,9 @@ def _train(layer: Any, x: jax.Array, bias: type) -> dict[str, Any]:
 
 def _config_of(package: pathlib.Path, name: str) -> dict[str, Any]:
     """A model's own config with small sizes."""
-    model = _read(package, f"models/{name}")
+    model = read(package, f"models/{name}")
     own = {key: value for key, value in model.items() if key not in ("base_emb_dim", "base_moe_mlp_dim")}
-    config = _read(package, "base") | CONFIG | own | MODELS[name]
+    config = read(package, "base") | CONFIG | own | MODELS[name]
     config |= {"num_experts": 16, "num_experts_per_tok": 4, "dtype": "float32", "weight_dtype": "float32"}
     config |= {"n_routing_groups": 4, "topk_routing_group": 2} if config["n_routing_groups"] > 0 else {}
     return config | {"model_name": name, "emb_dim": D, "float32_gate_logits": True, "matmul_precision": "highest"}
@@ -158,8 +158,8 @@ def check_models(package: pathlib.Path, **split: int) -> list[str]:
     for name in MODELS:
         results = []
         for is_ours in (False, True):
-            with _maxtext(package, **(split if is_ours else {})) as (moe, init, mesh):
-                config = _Config(**_config_of(package, name))
+            with opened(package, **(split if is_ours else {})) as (moe, init, mesh):
+                config = Config(**_config_of(package, name))
                 config.decoder_block = moe.ctypes.DecoderBlockType(config.decoder_block)
                 kind = importlib.import_module("moe_jax.maxtext").RoutedMoE if is_ours else moe.RoutedMoE
                 sizes = config.num_experts, config.num_experts_per_tok
@@ -185,8 +185,8 @@ def check_models(package: pathlib.Path, **split: int) -> list[str]:
 def check_layer(package: pathlib.Path) -> list[str]:
     """Results of the layer that differ from its own. Prints a line for each dtype."""
     problems = []
-    config = _Config(**(_read(package, "base") | CONFIG))
-    with _maxtext(package) as (moe, init, mesh):
+    config = Config(**(read(package, "base") | CONFIG))
+    with opened(package) as (moe, init, mesh):
         for dtype, bound in BOUNDS.items():
             config.dtype = dtype
             layer = moe.RoutedMoE(
