@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.paths import ROOT
+from tools.mutate import forks
 from tools.mutate.contexts import Contexts
-from tools.mutate.run import draw, drawn_at
+from tools.mutate.run import Result, Run, draw, drawn_at
 from tools.mutate.sources import Mutation
 
 PACKAGE = {
@@ -83,14 +86,15 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
     contexts = Contexts()
     path = "moe_core/ops/reduction/reduce.py"
     for number, (file, seconds) in enumerate(
-        [("a/test_a", 1.0), ("ops/reduction/test_reduce", 2.0), ("b/test_b", 0.5), ("ops/reduction/test_ranks", 0.1)]
-    ):
+        [("a/test_a", 1.0), ("ops/reduction/test_reduce", 2.0), ("b/test_b", 0.5), ("ops/reduction/test_ranks", 0.1),
+         ("c/test_reduction", 4.0)]
+    ):  # fmt: skip
         contexts.add(
             {
                 "file": f"tests/{file}.py",
                 "setup": 0.1,
                 "functions": [f"{path}::plan", f"{path}::other", "moe_core/x.py::f"],
-                "tests": {f"tests/{file}.py::test": [seconds, [[0, 0, 1, 2][number]]]},
+                "tests": {f"tests/{file}.py::test": [seconds, [[0, 0, 1, 2, 2][number]]]},
             }
         )
 
@@ -98,12 +102,13 @@ def test_related_tests_come_cheapest_and_nearest_first() -> None:
         mutation = Mutation(path, function, "swap", 1, 0, 1, "")
         return [test.split("test_")[1].partition(".")[0] for test in contexts.related(mutation)]
 
-    assert files("plan") == ["reduce", "a", "ranks"]
-    assert files("other") == ["reduce", "b", "ranks"], "the file's own, those that call it, and those of the folder"
-    assert files("<module>") == ["reduce", "b", "a", "ranks"]
-    assert files("nobody_calls") == ["reduce", "ranks"]
+    named = ["ranks", "reduction"]
+    assert files("plan") == ["reduce", "a", *named]
+    assert files("other") == ["reduce", "b", *named], "the file's own, those that call it, and those of the folder"
+    assert files("<module>") == ["reduce", "b", "a", *named]
+    assert files("nobody_calls") == ["reduce", *named]
     elsewhere = Mutation("moe_torch/ops/reduction/deeper/x.py", "f", "swap", 1, 0, 1, "")
-    assert len(contexts.related(elsewhere)) == 2, "of the folder in any package"
+    assert len(contexts.related(elsewhere)) == 3, "of the folder in any package"
 
 
 def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> None:
@@ -116,6 +121,23 @@ def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> No
     assert contexts.related(Mutation(path, "both", "swap", 1, 0, 1, "")) == [f"{test}[{n}]" for n in (1, 3, 2)]
     of_one = contexts.related(Mutation(path, "one", "swap", 1, 0, 1, ""))
     assert of_one == [f"{test}[1]", f"{test}[3]"], "perhaps, and so behind those that are known to"
+
+
+@pytest.mark.parametrize(("status", "ran", "why"), [(5, [], "is no more"), (1, ["x::t"], "fails"), (0, ["x::t"], "")])
+def test_only_a_test_that_passes_without_the_change_kills_it(
+    status: int, ran: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Run([], Contexts(seconds={"x::t": 1.0}), tmp_path / "results.json", 1.0)
+    control.results["a"] = Result("a", "plan", "f", "swap", 1, "x", "y", "killed", "x::t", 1, 1, 1.0)
+    events = [{"event": kind, "test": test} for test in ran for kind in ("ran", *["failed"] * status)]
+
+    def outcomes(slots: Any, scratch: Any, make: Any, until: float) -> list[forks.Outcome]:
+        return [forks.Outcome(make(tmp_path), status, events, "", 1.0)]
+
+    monkeypatch.setattr(forks, "run", outcomes)
+    said: list[str] = []
+    control.control([tmp_path], tmp_path, said.append, 0.0)
+    assert control.results["a"].status == ("unsure" if why else "killed") and why in "".join(said)
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -69,7 +69,7 @@ class Contexts:
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
         and those of the file that is named like it; cheapest first, and those in the folder of the file's name before
-        others. Behind them come those of the folder's name, which may call it in other processes.
+        others. Behind them come those in folders and files of the folder's name, which may call it in other processes.
 
         What runs when a module is imported has the tests of every function of the module and, behind them, those of its
         folder: tables are often read by a neighbour.
@@ -86,7 +86,8 @@ class Contexts:
         shared, package = sources.folder_of(mutation.path), folder.partition("/")[0]
         if shared not in (None, "."):
             beginnings = (f"tests/{shared}/", f"tests/{package}/{shared}/")
-            tests = tests | {test for test in self.seconds if test.startswith(beginnings)}
+            named = f"/test_{shared.rpartition('/')[2]}"
+            tests = tests | {t for t in self.seconds if t.startswith(beginnings) or named in t.partition("::")[0]}
         words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:

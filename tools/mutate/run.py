@@ -32,7 +32,8 @@ FAILED, PASSED = (1, 2, 4), (0, 5)
 @dataclass(frozen=True)
 class Result:
     """status: killed, survived, equivalent, uncovered (no test calls the function) or unsure (the test that killed
-    fails without the mutation as well). ran, related: tests. by: the test that failed, or how the process ended."""
+    fails without the mutation as well, or is no more). ran, related: tests. by: the test that failed, or how the
+    process ended."""
 
     key: str
     folder: str
@@ -239,11 +240,14 @@ class Run:
         for outcome in forks.run(slots, scratch, make, until):
             checked += 1
             bad = {event["test"] for event in outcome.of("failed")}
-            if outcome.status not in (0, 1):
+            if outcome.status not in (0, 1, 5):
                 bad = set(by_file[outcome.job.name])
+            # Recorded, or kept from an earlier run, while other files gave their parameters other names.
+            gone = set(by_file[outcome.job.name]) - bad - {event["test"] for event in outcome.of("ran")}
             for key, result in self.results.items():
-                if result.status == "killed" and result.by in bad:
-                    say(f"unsure: {result.by} fails without a mutation as well")
+                if result.status == "killed" and result.by in bad | gone:
+                    why = "is no more" if result.by in gone else "fails without a mutation as well"
+                    say(f"unsure: {result.by} {why}")
                     self.results[key] = replace(result, status="unsure")
         if checked < len(by_file):
             say(f"out of time: the tests of {len(by_file) - checked} of {len(by_file)} files were not run once more")

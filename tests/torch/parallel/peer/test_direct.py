@@ -199,7 +199,7 @@ def checkpointed(group: Any, problem: Problem, way: ExchangeSpec, reentrant: boo
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", [DIRECT, ExchangeSpec("peer", "slots")], ids=str)
+@pytest.mark.parametrize("way", [DIRECT, ExchangeSpec("peer", "slots")], ids=lambda way: way.rows)
 def test_activations_may_be_checkpointed(ranks: Pool, way: ExchangeSpec, reentrant: bool) -> None:
     """A forward that runs again stores its rows where those of the output's gradient arrive."""
     problem = draw_problem(3, placement_of("linear", 6, 2), (5, 4), 3, "random", "float32", PLAIN, sizes=(16, 8))
