@@ -120,7 +120,12 @@ def experts_forward(
         output = call_first(*moe_request(x, weights, routing, spec))
     else:
         output = run_stages(x, weights, routing, spec, low_rank=low_rank, norm=norm)
-    return output if torch.is_autocast_enabled(x.device.type) else _cast(output, hidden_states.dtype)
+    return returned(output, hidden_states.dtype)
+
+
+def returned(output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The output in the dtype of hidden states, under autocast as it is."""
+    return output if torch.is_autocast_enabled(output.device.type) else _cast(output, dtype)
 
 
 def options_of(experts: Any) -> ExpertsOptions:

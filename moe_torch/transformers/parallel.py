@@ -12,7 +12,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_torch.parallel import ExpertParallel, moe
 from moe_torch.transformers.activations import NAME, unsupported
-from moe_torch.transformers.experts import has_interface, operands_of, options_of, why_unsupported
+from moe_torch.transformers.experts import has_interface, operands_of, options_of, returned, why_unsupported
 
 try:
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -47,7 +47,7 @@ class MoebiusEP(EPImplementation):
                 f"ep_implementation {NAME!r} cannot run {type(experts).__name__}, which normalises what each expert "
                 "returns; pass ep_implementation='all_to_all'"
             )
-        if not getattr(experts, "_is_expert_parallel", False):
+        if not experts._is_expert_parallel:
             raise InvalidInput(
                 f"ep_plan must share out every parameter of {type(experts).__name__} by 'grouped_gemm', got a plan "
                 "that leaves them whole; leave ep_plan out for the model's own"
@@ -63,17 +63,15 @@ class MoebiusEP(EPImplementation):
         """Output `[T, D]` of this rank's tokens."""
         if options_of(self.experts).main_grad:
             raise Unsupported("main_grad cannot be had across ranks; leave it out of use(model)")
-        tokens, dtype = hidden_states.shape[0], hidden_states.dtype
         local = [self._own(one) for one in (hidden_states, top_k_index, top_k_weights)]
         x, weights, routing, spec = operands_of(self.experts, *local)
         output = moe(x, weights, routing, spec, parallel=self.parallel, placement=self.placement).output
-        if not torch.is_autocast_enabled(x.device.type):
-            output = output.to(dtype)
+        output = returned(output, hidden_states.dtype)
         if self.tp_mesh.size() == 1:
             return output
-        width = output.shape[1]
-        options: Any = {"shape": torch.Size((tokens, width)), "stride": (width, 1)}
-        parts = DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], **options)
+        output = output.contiguous()
+        options: Any = {"shape": hidden_states.shape, "stride": output.stride()}
+        parts = DTensor.from_local(output, self.tp_mesh, [Shard(0)], **options)
         return parts.full_tensor()
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:

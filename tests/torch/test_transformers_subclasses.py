@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import moe_torch.transformers
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_torch import MoE
+from moe_torch.transformers.experts import ExpertsOptions
 from tests.support.torch import on_engines, running_on
 from tools.sweep import models
 
@@ -62,6 +63,9 @@ def test_torchao_weights_run_as_their_values(engine: str, name: str, dtype: Any)
         torch.testing.assert_close(model(tokens(device)).logits, other(tokens(device)).logits, rtol=1e-3, atol=1e-4)
         with pytest.raises(Unsupported, match="has frozen quantised weights, and no main_grad"):
             moe_torch.transformers.use(model, main_grad=True)
+        model.model.layers[0].mlp.experts.moebius_options = ExpertsOptions(main_grad=True)
+        with pytest.raises(Unsupported, match="has frozen quantised weights, and no main_grad"):
+            model(tokens(device))
         with pytest.raises(Unsupported, match=rf"must be a plain tensor, got torchao\.quantization\.{name}; run the"):
             MoE.from_block(model.model.layers[0].mlp)
 
@@ -93,6 +97,12 @@ def test_one_quantised_matrix_and_transposed_ones_are_refused() -> None:
     model = models.build("qwen3_moe")
     down = model.model.layers[0].mlp.experts.down_proj
     quantise(model, _class("Int8Tensor"))
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    aligned = weight.qdata
+    weight.qdata = torch.zeros(weight.numel() + 1, dtype=torch.int8)[1:].view(weight.shape)
+    with pytest.raises(InvalidInput, match="gate_up_proj must start at a multiple of 16 bytes"):
+        moe_torch.transformers.use(model)
+    weight.qdata = aligned
     model.model.layers[0].mlp.experts.down_proj = down
     with pytest.raises(Unsupported, match="has down_proj as a plain tensor beside a quantised one; quantise both"):
         moe_torch.transformers.use(model)

@@ -143,7 +143,7 @@ class Target:
         """A group of `together` in the format. kept: of an nvfp4 source."""
         if self.format != NVFP4:
             return {field: self.quantized(matrix) for field, matrix in matrices.items()}
-        if kept is not None and len({float(one.whole[0]) for one in kept.values()}) == 1:
+        if kept is not None and len({one.whole.item() for one in kept.values()}) == 1:
             return dict(kept)
         plain = {field: _plain(matrix) for field, matrix in matrices.items()}
         return dict(quantized_nvfp4(plain))
