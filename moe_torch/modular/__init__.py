@@ -44,6 +44,7 @@ from moe_torch.modular.newest.activation import (
     apply_moe_activation_supported,
 )
 from moe_torch.modular.newest.experts import FusedMoEExperts
+from moe_torch.modular.newest.lora import LoRAExpertsMixin, MoELoRAContext
 from moe_torch.modular.newest.moe_config import FusedMoEConfig, RoutingMethodType, get_routing_method_type
 from moe_torch.modular.newest.monolithic import (
     FusedMoEExpertsMonolithic,
@@ -121,7 +122,9 @@ __all__ = [
     "FusedMoEPrepareAndFinalizeMonolithic",
     "FusedMoEQuantConfig",
     "GatherIndx",
+    "LoRAExpertsMixin",
     "MoEActivation",
+    "MoELoRAContext",
     "MoEPrepareAndFinalizeAllToAll",
     "MoEPrepareAndFinalizeNaiveEP",
     "MoEPrepareAndFinalizeNoEP",

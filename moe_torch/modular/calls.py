@@ -23,7 +23,7 @@ class PreparedTokens:
 
     expert_num_tokens: int32 `[E]` or ExpertTokensMetadata. topk_ids and topk_weights: `[M', topk]`, for the tokens in
     a1q. None: the caller's. handle: for `finalize`. batch: slots and experts of all ranks, if sums must have the order
-    of one device.
+    of one device. adapter_ids: int32, of the rows of a1q, where `set_lora_context` gave adapters.
     """
 
     a1q: torch.Tensor
@@ -33,6 +33,7 @@ class PreparedTokens:
     topk_weights: torch.Tensor | None = None
     handle: Any = None
     batch: tuple[int, int] | None = None
+    adapter_ids: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.a1q, self.a1q_scale, self.expert_num_tokens))

@@ -52,6 +52,10 @@ class DeepGemmContractExperts(GroupedExperts):
         self.e8m0 = e8m0
         self._require_config(self.quant_config)
 
+    @staticmethod
+    def supports_lora() -> bool:
+        return False
+
     def _require_config(self, quant_config: FusedMoEQuantConfig) -> None:
         reason = contract.why_not_deep_gemm(quant_config)
         if reason is not None:

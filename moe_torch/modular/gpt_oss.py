@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_core.base.checks import require_flag
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular import quant_config as core
 from moe_core.modular.activations import activation_of, width_after
 from moe_core.modular.schemes import activation_quantization
@@ -72,6 +72,11 @@ class OAITritonExperts(BaseOAITritonExperts):
             self.run_composed(call)
             return
         self.require_experts(call)
+        if self._lora_context is not None:
+            raise Unsupported(
+                f"_make_routing_data of {type(self).__name__} must not be overridden with adapters, which run in one "
+                "operator, got both; derive from UnfusedOAITritonExperts"
+            )
         E, M, N, _, topk = self.size_of(call)
         hidden = view_as(call.workspace2, M * topk, self.adjust_N_for_activation(N, call.activation))
         layout, row_weight = self._route(call, E)
@@ -147,11 +152,22 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
         memory = {"y": view_as(call.workspace2, M * topk, N)}
         before = stages.product(1, memory, call.hidden_states, layout, self.places[0])
         rows = view_as(call.workspace13, M * topk, self.adjust_N_for_activation(N, call.activation))
+        adapters = self.context_of(call)
+        lora: dict[str, Any] = {"w1": call.w1, "w2": call.w2, "num_tokens": M, "top_k_num": topk}
+        if adapters is not None:
+            lora |= {"topk_weights": row_weight}
+            routing: Any = {"topk_ids": call.topk_ids, "expert_map": call.expert_map}
+            routing |= {"gate_layout": self.activation_of(call.activation).gate_layout}
+            pairs, *rest = self.apply_w13_lora(adapters, y=before, x=call.hidden_states, **routing, **lora)
+            names = ("expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
+            lora |= {"sorted_token_ids_lora": pairs, **dict(zip(names, rest, strict=True))}
         context = SlotContext(call.hidden_states, layout, row_weight)
         with _reading(context):
             require_written("activation", self.activation(call.activation, rows, before), rows)
         memory = {"y": view_as(call.workspace2, M * topk, K)}
         slots = stages.product(2, memory, rows, layout, self.places[1], row_weight=row_weight)
+        if adapters is not None:
+            self.apply_w2_lora(adapters, y=slots, x=rows, **lora)
         with _reading(dataclasses.replace(context, activated=rows)):
             require_written("moe_sum", self.moe_sum(slots.view(M, topk, K), call.output), call.output)
 

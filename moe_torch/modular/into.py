@@ -14,10 +14,11 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator, call, call_first
 from moe_torch.bridge.ready import Ready
 from moe_torch.operators.stages import PACK_BITMATRIX
-from moe_torch.operators.table import MOE, MOE_QUANTIZED
+from moe_torch.operators.table import LORA, MOE, MOE_QUANTIZED
 
-_SEVERAL = frozenset((PACK_BITMATRIX.name, *(operator.name for operator in (*MOE.values(), *MOE_QUANTIZED.values()))))
-
+_SEVERAL = frozenset(
+    (PACK_BITMATRIX.name, *(operator.name for kinds in (MOE, MOE_QUANTIZED, LORA) for operator in kinds.values()))
+)
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -108,6 +108,8 @@ class FusedMoEModularKernel(torch.nn.Module):
             output = _output_for(hidden_states, columns, inplace, scratch)
             if plan.limits:
                 _require_within(plan, hidden_states, on_input)
+            if plan.adapts:
+                self._pass_adapters(experts)
         except (InvalidInput, Unsupported):
             part.tell_failure(hidden_states.device)
             raise
@@ -147,7 +149,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             passed = _scales_of(experts, scales)
         chosen = (activation, global_num_experts, mapped)
         step = Step(plan, experts, scratch, size, hidden_states, (w1, w2), chosen, passed, on_input, impl)
-        arrived = Tokens(a1q, given_weights, given_ids, prepared.a1q_scale, meta)
+        arrived = Tokens(a1q, given_weights, given_ids, prepared.a1q_scale, meta, prepared.adapter_ids)
         result = run_step(step, arrived, destination, self.chunk_size)
         if not isinstance(result, torch.Tensor):
             if plan.defers and not inplace and not isinstance(result, list):
@@ -165,6 +167,15 @@ class FusedMoEModularKernel(torch.nn.Module):
         if written is not None:
             require_written(f"finalize of {type(part).__name__}", written, output)
         return output if self.shared_experts is None else (shared, output)
+
+    def _pass_adapters(self, experts: Any) -> None:
+        context = experts._lora_context
+        if context is not None and self.chunk_size is not None:
+            raise Unsupported(
+                f"chunk_size must be None with adapters: chunks have other tiles, got {self.chunk_size}; leave it out"
+            )
+        if self.prepare_finalize._lora_context is not context:
+            self.prepare_finalize.set_lora_context(context)
 
     def _check(
         self,

@@ -14,6 +14,7 @@ from moe_core.modular.types import FusedMoEActivationFormat
 from moe_torch import ops
 from moe_torch.modular import weight_and_reduce as reductions
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
+from moe_torch.modular.newest.lora import ids_to_move
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.stages import as_ids, as_weights, batches_of, weighted_rows
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
@@ -48,6 +49,13 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     ) -> torch.Tensor | None:
         """Memory for the experts' output, dense, which `finalize` gets. None: the kernel's."""
         return None
+
+    _lora_context: Any = None
+
+    def set_lora_context(self, ctx: Any) -> None:
+        """The experts' adapters: a class that moves rows returns their `PreparedTokens.adapter_ids`. The kernel calls
+        it."""
+        self._lora_context = ctx
 
     @abc.abstractmethod
     def prepare(
@@ -268,7 +276,11 @@ class BatchedPrepareAndFinalize(_OneDevice):
         rows = source[(slots.clamp(min=0) // ids.shape[1]).long()]
         rows = torch.where((slots >= 0)[:, None], rows, 0)
         blocks = rows.view(self.num_local_experts, self.max_num_tokens, a1.shape[1])
-        return PreparedTokens(blocks, None, layout.group_sizes, handle=layout)
+        adapters = ids_to_move(self._lora_context, a1)
+        if adapters is not None:
+            adapters = torch.nn.functional.pad(adapters, (0, 1), value=-1)
+            adapters = adapters[torch.where(slots >= 0, slots // ids.shape[1], len(a1)).long()]
+        return PreparedTokens(blocks, None, layout.group_sizes, handle=layout, adapter_ids=adapters)
 
     def reduction(self, prepared: PreparedTokens | None) -> TopKWeightAndReduce:
         """Without prepared tokens, rows are located by rank."""

@@ -11,7 +11,7 @@ import torch
 
 from moe_core.base.checks import require_at_least
 from moe_core.base.recent import Recent
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Format
 from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import FusedMoEActivationFormat, ProblemSize, number_of_ids
@@ -27,6 +27,7 @@ from moe_torch.modular.calls import ExpertsCall
 from moe_torch.modular.experts import WorkspaceShapes
 from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.into import KnownRun, known_run, write_into
+from moe_torch.modular.newest.lora import LoRAExpertsMixin
 from moe_torch.modular.stages import Stages, batched_layout
 from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
@@ -55,7 +56,7 @@ def view_as(workspace: torch.Tensor, *shape: int) -> torch.Tensor:
 _known_moe_spec = functools.lru_cache(maxsize=1024)(MoESpec)
 
 
-class GroupedExperts(StandardExperts):
+class GroupedExperts(LoRAExpertsMixin, StandardExperts):
     #: Gather and scatter of both products.
     places = (("token", "row"), ("row", "slot"))
 
@@ -101,7 +102,7 @@ class GroupedExperts(StandardExperts):
         key = None
         # It may return other tensors at any time.
         own_weights = "weights" in self.__dict__ or type(self).weights is not GroupedExperts.weights
-        if not own_weights and not torch.compiler.is_compiling():
+        if not own_weights and self._lora_context is None and not torch.compiler.is_compiling():
             key = eager.plain_key((*places, *tensors, (type(self), *choices, *config.choices)))
         known = None if key is None else (_known.get(key) or _known.find(key))
         if known is not None and known.run(tensors, places):
@@ -118,7 +119,10 @@ class GroupedExperts(StandardExperts):
             self.activation_of(call.activation),
         )
         spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
-        operator, arguments = ops.moe_request(call.hidden_states, weights, routing, spec, expert_map=call.expert_map)
+        adapters = self.adapters_of(call, M, activation.gate_layout)
+        operator, arguments = ops.moe_request(
+            call.hidden_states, weights, routing, spec, expert_map=call.expert_map, **adapters
+        )
         write_into(operator, memory, arguments)
         ready = None if key is None else known_run(operator, memory, arguments, tensors)
         if ready is not None:
@@ -277,9 +281,32 @@ class BatchedTritonExperts(BatchedExperts):
         (E, rows, N, K, _), meta = self.require_blocks(call)
         weights, layout = self.weights(call.w1, call.w2), batched_layout(E, rows, meta.expert_num_tokens)
         stages, x = self.stages(weights), call.hidden_states.reshape(E * rows, K)
+        if adapters := self.adapters_of(call, E * rows, self.activation_of(call.activation).gate_layout):
+            self._run_adapted(call, layout, weights, adapters)
+            return
         memory = {"y": self.rows_in(call.workspace2, call, self.adjust_N_for_activation(N, call.activation))}
         hidden = stages.product(1, memory, x, layout, ("row", "row"), self.activation_of(call.activation))
         places = {"y": call.output.view(E * rows, K)}
         product = stages.product(2, places, hidden, layout, ("row", "row"))
         if product is not places["y"]:
             call.output.copy_(product.view_as(call.output))
+
+    def _run_adapted(
+        self, call: ExpertsCall, layout: ops.RaggedLayout, weights: ops.ExpertWeights, adapters: dict[str, Any]
+    ) -> None:
+        """Every row as a token with one expert."""
+        if call.output.dtype != call.hidden_states.dtype:
+            raise Unsupported(
+                "hidden_states must not be fp16 with adapters in the batched format, where rows leave its range, got "
+                "fp16; pass bf16 or fp32"
+            )
+        E, rows, _ = call.hidden_states.shape
+        experts = torch.arange(E, dtype=torch.int32, device=call.hidden_states.device).repeat_interleave(rows)
+        ids = torch.where(layout.slot_of_row >= 0, experts, -1)[:, None]
+        spec = _known_moe_spec(
+            self.activation_of(call.activation), weight_layout=self.weight_layout, tuning=self.tuning
+        )
+        routing = TopK(ids, torch.ones_like(ids, dtype=torch.float32))
+        x = call.hidden_states.reshape(E * rows, -1)
+        operator, arguments = ops.moe_request(x, weights, routing, spec, **adapters)
+        write_into(operator, {"output": call.output.view(E * rows, -1)}, arguments)

@@ -15,6 +15,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.modular import FusedMoEQuantConfig
 from tests.support.modular.ranks import (
     answers_of,
+    compare_adapted_with_one_device,
     compare_with_one_device,
     failing_call,
     run_beside_a_shared_expert,
@@ -66,6 +67,15 @@ def test_batches_of_experts_have_every_bit_of_one_device(ranks: Pool, way: Excha
     for seed, case in enumerate(CASES):
         problem = problem_of(case, ("float32", "bfloat16")[seed % 2], seed=seed)
         compare_with_one_device(ranks, problem, way, f"{case}", experts="batched")
+
+
+@every_way
+def test_ids_of_adapters_travel_with_rows(ranks: Pool, way: ExchangeSpec) -> None:
+    """Also where a rank has no tokens, or experts no rows."""
+    for seed, case in enumerate((CASES[0], CASES[1] if way.mode != "all_gather" else CASES[4])):
+        problem = problem_of(case, equal=way.mode == "all_gather", seed=seed)
+        for experts in ("triton", "unfused", *(("batched",) if way.mode == "peer" else ())):
+            compare_adapted_with_one_device(ranks, problem, way, experts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

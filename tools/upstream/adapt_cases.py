@@ -231,6 +231,42 @@ def gathering() -> Any:
     return Gathering()
 
 
+def _with_adapters(name: str, slices: int) -> Run:
+    """Adapters in vLLM's context and stacked factors, of tokens that its wrapper names."""
+
+    def run(device: str) -> Answer:
+        drawn = draw()
+        layer, config = layer_of(drawn, KINDS["bf16"], name, device), their_moe_config(drawn, "silu")
+        config.is_lora_enabled = True
+        experts = vllm.adapt(getattr(modular, name), config)(config, layer.theirs)
+        assert isinstance(experts, vllm_file("experts.lora_experts_mixin").LoRAExpertsMixin)
+        (tokens, hidden), (count, _, width) = (
+            layer.given.x.shape,
+            layer.given.w2.mT.shape[:1] + layer.given.w2.shape[1:],
+        )
+        shapes = [[(8, hidden)] * slices, [(2 * width // slices, 8)] * slices, [(8, width)], [(hidden, 8)]]
+        options: dict[str, Any] = {"dtype": layer.given.x.dtype, "device": device}
+        torch.manual_seed(0)
+        stacked = [tuple(torch.randn(2, count, *shape, **options) / 8 for shape in side) for side in shapes]
+        mapping = torch.arange(tokens, dtype=torch.int32, device=device) % 3 - 1
+        meta = types.SimpleNamespace(token_lora_mapping=mapping, no_lora_flag_cpu=torch.tensor([False]))
+        context = vllm_file("experts.lora_context").MoELoRAContext(
+            *stacked, torch.ones(3, dtype=torch.int32, device=device), 2, drawn.ids.shape[1], slices, False, 0, 1,
+            count, types.SimpleNamespace(token_mapping_meta=meta), False,
+        )  # fmt: skip
+        call = call_of(drawn, "silu", False, layer)
+        kernels = [vllm_file("modular_kernel").FusedMoEKernel(their_no_dp_ep(), experts)]
+        kernels += [modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, tokens))]
+        plain = kernels[0].apply(*call)
+        for kernel in kernels:
+            kernel.fused_experts.set_lora_context(context)
+        actual, expected = (kernel.apply(*call) for kernel in kernels)
+        assert not torch.equal(actual, plain) and torch.equal(actual[mapping < 0], plain[mapping < 0])
+        return Answer(actual, expected.float().cpu().numpy(), bound=0.0)
+
+    return run
+
+
 def _their_batched(name: str, kind: Kind, problem: Callable[[], Problem], bound: float) -> Run:
     """Batched experts with vLLM's prepare and finalize, which quantises, and weights in bf16."""
 
@@ -333,6 +369,8 @@ def _shapes_and_options() -> Iterator[Case]:
         for label in ("mxfp4", "mxfp4, expert_map"):
             run = _as_triton_kernels(name, DRAWS[label])
             yield Case(f"e {name}, {label} of triton_kernels, bits of our kernel", theirs, run)
+    for name, slices in itertools.product(STANDARD, (1, 2)):
+        yield Case(f"e {name}, adapters of {slices} slices, bits of our kernel", theirs, _with_adapters(name, slices))
     for label in ("bf16", "int4 w4a16", "mxfp4 w4a16"):
         kind = KINDS[label]
         run = _their_batched("BatchedTritonExperts", kind, lambda kind=kind: draw(kind.weights), 0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,10 +88,10 @@ def _next_class(device: str) -> Answer:
     config, module = their_moe_config(draw(), "silu"), vllm_file("oracle.fp8")
     config.is_lora_enabled = True
     ours, theirs = module.backend_to_kernel_cls(module.Fp8MoeBackend.TRITON)
-    supported, reason = ours.is_supported_config(ours, config, None, None, ours.activation_format())
-    assert (supported, reason) == (False, "kernel does not support LoRA") and not issubclass(
-        theirs, modular.TritonExperts
-    )
+    key = importlib.import_module(f"{QUANTIZATION}.quant_utils").kFp8DynamicTensorSym
+    supported, reason = ours.is_supported_config(ours, config, None, key, ours.activation_format())
+    assert (supported, reason) == (False, "kernel does not support LoRA with quantised activations")
+    assert not issubclass(theirs, modular.TritonExperts)
     assert len(module.backend_to_kernel_cls(module.Fp8MoeBackend.MARLIN)) == 1
     return Answer(torch.zeros(1), torch.zeros(1).numpy())
 

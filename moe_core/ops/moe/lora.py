@@ -67,7 +67,7 @@ def check_lora(
         rank = a.shape[-1] if a.rank else 0
         for name, array, sides in ((f"lora.a{number}", a, (inside, rank)), (f"lora.b{number}", b, (rank, outside))):
             shared = 1 if array.rank == 4 and array.shape[1] == 1 else num_experts
-            require_spec(name, array, (slots, shared, *sides), dtypes.MATMUL_DTYPES)
+            require_spec(name, array, (slots, shared, *sides), dtypes.MATMUL_DTYPES, contiguous=False)
         if rank < 16 or rank % 16:
             raise InvalidInput(f"lora.a{number} must have a multiple of 16 ranks, got {rank}; pad with zeros")
     if (lora.seed is None) == (spec.lora_dropout > 0):

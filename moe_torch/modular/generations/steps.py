@@ -17,6 +17,7 @@ from moe_torch.modular.generations.dispatch import Plan
 from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.generations.unfinalized import parts_of, write_finalized
 from moe_torch.modular.stages import local_ids
+from moe_torch.modular.standard_experts import StandardExperts
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_torch.modular.workspaces import Scratch
 
@@ -45,6 +46,8 @@ class Tokens(NamedTuple):
     ids: torch.Tensor
     scale: torch.Tensor | None
     meta: Any
+    #: Of a1q, if `prepare` moved rows.
+    adapter_ids: torch.Tensor | None = None
 
 
 #: (workspace13, workspace2, output, dtype). No output: `workspace_shapes` of the first generation does not say it.
@@ -179,8 +182,8 @@ def _apply(step: Step, tokens: Tokens, output: torch.Tensor | None, shapes: _Sha
             workspace.zero_()
     if plan.unread:
         _require_read(step, tokens)
-    if plan.adapts:
-        result = _with_adapters(step, call)
+    if plan.adapts and experts._lora_context is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        result = _with_adapters(step, call, tokens)
     elif plan.standard and tokens.meta is None and "apply" not in experts.__dict__:
         result = experts.run(ExpertsCall(*call))  # pyright: ignore[reportAttributeAccessIssue]
     else:
@@ -198,15 +201,23 @@ def _apply(step: Step, tokens: Tokens, output: torch.Tensor | None, shapes: _Sha
     return result
 
 
-def _with_adapters(step: Step, call: tuple[Any, ...]) -> Any:
+def _with_adapters(step: Step, call: tuple[Any, ...], tokens: Tokens) -> Any:
     context = step.experts._lora_context  # pyright: ignore[reportAttributeAccessIssue]
-    if context is None:
-        return step.plan.apply.to(step.experts.apply, call)
+    moved, mapping = tokens.adapter_ids, getattr(context, "local_token_lora_mapping", None)
+    if moved is None and isinstance(step.experts, StandardExperts) and tokens.a1q.shape != step.hidden_states.shape:
+        raise Unsupported(
+            f"prepare of {type(step.plan.part).__name__} must return adapter_ids for the rows that it moves, got none; "
+            "choose a class that does"
+        )
     try:
         context.original_hidden_states = step.hidden_states
+        if moved is not None:
+            context.local_token_lora_mapping = moved
         return step.plan.apply.to(step.experts.apply, call)
     finally:
         context.original_hidden_states = None
+        if moved is not None:
+            context.local_token_lora_mapping = mapping
 
 
 def _require_read(step: Step, tokens: Tokens) -> None:

@@ -19,6 +19,7 @@ from moe_core.parallel.spec import ExchangeSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, finished, taking
+from moe_torch.modular.newest.lora import ids_to_move
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, require_deferred, weighted_input
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
 from moe_torch.modular.weight_and_reduce import (
@@ -174,7 +175,7 @@ class AcrossRanks(InHalves):
             weights = as_weights(call.topk_weights, ids)
             x = weighted_input(call.a1, weights, call.apply_router_weight_on_input)
             plan = self._plan(x, ids)
-            wide = uses_of(x, 1)[0]
+            wide, adapter_ids = uses_of(x, 1)[0], ids_to_move(self._lora_context, x)
             begin = self._begin(plan, ids, weights)
         except Exception:
             self.tell_failure(call.a1.device)
@@ -192,7 +193,8 @@ class AcrossRanks(InHalves):
             routes, arriving = begun
             rows, row_weights = Dispatch.apply(routes, arriving, wide, weights)
             batch = routes.group_tokens * plan.top_k, self.placement.num_experts
-            return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch)
+            moved = None if adapter_ids is None else routes.push_ids(adapter_ids)
+            return PreparedTokens(rows, None, None, routes.ids, row_weights, _Sent(routes), batch, moved)
 
         if self.mode != "all_to_all":
             hook()

@@ -82,7 +82,11 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
         spec = LayoutSpec(len(ids), 1, 1, max_rows=len(slot_of_row))
         layout = RaggedLayout(spec, None, None, slot_of_row, row_of_slot, None)
         blocks = ops.gather_rows(prepared.a1q, layout).view(len(experts), most, -1)
-        return PreparedTokens(blocks, None, counts, handle=_Blocks(prepared, layout), batch=prepared.batch)
+        moved = prepared.adapter_ids
+        if moved is not None:
+            moved = torch.nn.functional.pad(moved, (0, 1), value=-1)[slot_of_row.long()]
+        handle = _Blocks(prepared, layout)
+        return PreparedTokens(blocks, None, counts, handle=handle, batch=prepared.batch, adapter_ids=moved)
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from typing import Any
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.modular.experts import FusedMoEPermuteExpertsUnpermute
 from moe_torch.modular.newest.experts import FusedMoEExperts
+from moe_torch.modular.newest.lora import LoRAExpertsMixin
 from moe_torch.modular.prepare_finalize import (
     BatchedPrepareAndFinalize,
     FusedMoEPrepareAndFinalize,
@@ -64,5 +65,18 @@ def adapt(cls: type, *configs: Any, **options: Any) -> Any:
 
 @functools.cache
 def _adapted(kind: str, cls: type, kernels: Any, **options: Any) -> Any:
+    bases = (_FIRST[kind], cls, getattr(kernels, kind))
+    if issubclass(cls, LoRAExpertsMixin) and (mixin := _their_mixin()) is not None:
+        bases += (mixin,)  # which owners of layers with adapters ask for
     names = {"base": cls, "options": options, "kernels": kernels, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    return type(cls.__name__, (_FIRST[kind], cls, getattr(kernels, kind)), names)
+    return type(cls.__name__, bases, names)
+
+
+def _their_mixin() -> Any:
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import (  # pyright: ignore[reportMissingImports]
+            lora_experts_mixin,
+        )
+    except ImportError:  # of older releases
+        return None
+    return lora_experts_mixin.LoRAExpertsMixin

@@ -75,13 +75,18 @@ class AdaptedExperts(_Base):
         batch = {"max_num_tokens": 1, "num_dispatchers": 1}
         for quantisation in quantisations:
             for layer in layers or [None]:
-                cls.base(**cls._arguments(_read(quantisation, layer), batch))
+                made = cls.base(**cls._arguments(_read(quantisation, layer), batch))
+                if layer is not None and layer.is_lora_enabled and getattr(made, "activations", None) is not None:
+                    raise Unsupported(
+                        f"is_lora_enabled must be False for {cls.base.__name__} that quantises activations, got True"
+                        "; let vLLM's experts run"
+                    )
         for layer in layers:
             if not quantisations:
                 _require_activation(FUSED_MOE_UNQUANTIZED_CONFIG, layer)
             parallel = layer.moe_parallel_config
             present = [f"moe_parallel_config.{name}" for name in _OTHER_TOKENS if getattr(parallel, name)]
-            present += ["is_lora_enabled"] if layer.is_lora_enabled else []
+            present += ["is_lora_enabled"] if layer.is_lora_enabled and not cls.supports_lora() else []
             # vLLM moves the experts of the biases that it has.
             copied = any(
                 config.w1_bias is not None and config.w1_bias.dtype != torch.float32 for config in quantisations
@@ -116,6 +121,11 @@ class AdaptedExperts(_Base):
     @classmethod
     def _is_batched(cls) -> bool:
         return cls.base.activation_format() is FusedMoEActivationFormat.BatchedExperts
+
+    @classmethod
+    def supports_lora(cls) -> bool:
+        """vLLM's batched prepare brings no adapters."""
+        return cls.base.supports_lora() and not cls._is_batched()
 
     @classmethod
     def activation_format(cls) -> Any:
@@ -175,6 +185,9 @@ class AdaptedExperts(_Base):
 
     @staticmethod
     def is_supported_config(cls: Any, *arguments: Any) -> Any:  # pyright: ignore[reportSelfClsParameterName]
+        moe_config, _, activation_key = arguments[:3]
+        if moe_config.is_lora_enabled and activation_key is not None:
+            return False, "kernel does not support LoRA with quantised activations"
         return cls.kernels.FusedMoEExperts.is_supported_config(cls, *arguments)
 
     @classmethod

@@ -279,4 +279,4 @@ def test_adapters_of_a_call_see_the_hidden_states() -> None:
         Kernel(modular.MoEPrepareAndFinalizeNoEP(), experts)(*arguments)
     assert seen[0] is None and seen[1] is arguments[0] and context.original_hidden_states is None
     with pytest.raises(Unsupported, match="must not override _lora_context alone"):
-        modular.TritonExperts()._lora_context = context
+        modular.DeepGemmExperts()._lora_context = context

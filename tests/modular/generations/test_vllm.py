@@ -120,7 +120,12 @@ def refusals() -> dict[str, Any]:
         "gemm1_clamp_limit must be None .* for relu2": lambda: vllm.adapt(
             triton, layer("relu2"), quantised("int4_w4a16", gemm1_clamp_limit=2.0)
         ),
-        "is_lora_enabled must be False for TritonExperts": lambda: vllm.adapt(triton, layer(is_lora_enabled=True)),
+        "is_lora_enabled must be False for BatchedTritonExperts": lambda: vllm.adapt(
+            modular.BatchedTritonExperts, layer(is_lora_enabled=True)
+        ),
+        "is_lora_enabled must be False for TritonExperts that quantises": lambda: vllm.adapt(
+            triton, layer(is_lora_enabled=True), quantised("fp8_w8a8", **token, w1_scale=rows, w2_scale=rows)
+        ),
         "use_passthrough_all2all must be False": lambda: vllm.adapt(triton, layer(all2all_backend="passthrough")),
         "enable_eplb with biases": lambda: vllm.adapt(
             triton, layer(enable_eplb=True), vllm_file("config").biased_moe_quant_config(bias, bias)

@@ -268,3 +268,40 @@ def answers_of(group: Any, problem: Problem, mode: str) -> tuple[Any, ...]:
         assert f"prepared must be what prepare of {type(part).__name__} gave" in str(error)
     answers = part.supports_async(), part.max_num_tokens_per_rank(), part.num_dispatchers(), part.output_is_reduced()
     return *answers, part.topk_indices_dtype(), part.activation_format.name
+
+
+def adapters_of(problem: Problem, number: int | None) -> modular.MoELoRAContext:
+    """Adapters of 2 slots, for gate and up apart, of a rank or, with None, of all tokens and experts."""
+    (_, hidden), experts, tokens = problem.x.shape, problem.placement.num_experts, len(problem.x)
+    width, random = problem.experts.down.shape[1], torch.Generator().manual_seed(3)
+    shapes = [[(16, hidden)] * 2, [(width, 16)] * 2, [(16, width)], [(hidden, 16)]]
+    stacked = [[torch.randn(2, experts, *one, generator=random) / 4 for one in side] for side in shapes]
+    ids = torch.randint(-1, 2, (tokens,), dtype=torch.int32, generator=random)
+    if number is not None:
+        owners = [max(expert, 0) for expert in problem.placement.owners[number]]
+        owners += [0] * (problem.placement.per_rank - len(owners))
+        stacked, experts = [[one[:, owners] for one in side] for side in stacked], len(owners)
+        ids = ids[sum(problem.tokens[:number]) :][: problem.tokens[number]]
+    enabled, sides = torch.ones(3, dtype=torch.int32), [tuple(side) for side in stacked]
+    top_k = problem.routing.ids.shape[1]
+    return modular.MoELoRAContext(*sides, enabled, 2, top_k, 2, False, 0, 1, experts, local_token_lora_mapping=ids)
+
+
+def run_adapted_rank(group: Any, problem: Problem, way: ExchangeSpec, experts: str) -> np.ndarray:
+    number = torch.distributed.get_rank(group)
+    with running_on("reference"), poisoned(), torch.no_grad():
+        kernel = FusedMoEModularKernel(part_of(group, problem, way, experts), experts_of(problem, experts))
+        kernel.fused_experts.set_lora_context(adapters_of(problem, number))
+        return to_numpy(kernel(*tensors_of(problem, number, False)))
+
+
+def compare_adapted_with_one_device(pool: Pool, problem: Problem, way: ExchangeSpec, experts: str) -> None:
+    """Raise unless the ranks' results are those of one device."""
+    found = pool.call(run_adapted_rank, [(problem, way, experts)] * problem.placement.num_ranks)
+    with running_on("reference"), torch.no_grad():
+        alone = FusedMoEModularKernel(modular.MoEPrepareAndFinalizeNoEP(), EXPERTS["triton"]())
+        plain = to_numpy(alone(*tensors_of(problem, None, False)))
+        alone.fused_experts.set_lora_context(adapters_of(problem, None))
+        expected = to_numpy(alone(*tensors_of(problem, None, False)))
+    assert not np.array_equal(plain, expected)
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-5, atol=1e-5, err_msg=f"{way}, {experts}")
