@@ -1,10 +1,11 @@
 """JAX layers under `vmap`, and with experts on several devices: without `jit`, and for a batch smaller than the mesh.
 
-    python -m benchmarks.jax_layers [--parts vmap,mesh] [--output RECORD]
+    python -m benchmarks.jax_layers [--parts vmap,mesh,split] [--output RECORD]
 
 `us`: a call with the host, the median over rounds of calls one after another. `first_s`: the first call, with its
 compiler. `vmap` compares a batch of 8 with a call per element and one call of all tokens, and 8 layers' weights with a
-call per layer. `mesh` compares all devices with the first one. Results must agree, or the exit status is 1.
+call per layer. `mesh` compares experts on all devices with the first device, and `split` whole layers on meshes of one
+and two axes, with a batch that they split. Results must agree, or the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.provenance import provenance
 from benchmarks.record import table
@@ -145,16 +146,48 @@ def mesh(sizes: tuple[int, int, int, int], calls: int) -> list[dict[str, Any]]:
     return rows
 
 
+def split(sizes: tuple[int, int, int, int], calls: int) -> list[dict[str, Any]]:
+    spec, devices = layers.MoELayerSpec(*sizes), len(jax.devices())
+    alone = layers.initialize(spec, jax.random.key(0), param_dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, spec.d_model), jnp.bfloat16)
+
+    def call(p: Any, x: jax.Array) -> jax.Array:
+        return layers.forward(p, x, spec)
+
+    mapped = jax.vmap(call, (None, 0))
+    ways: list[tuple[str, AxisType, dict[str, int], Any, PartitionSpec]] = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        ways.append(("layer", kind, {"data": devices}, call, PartitionSpec("data")))
+        ways.append(("layer", kind, {"data": devices // 2, "model": 2}, call, PartitionSpec(("data", "model"))))
+    ways.append(("vmap", AxisType.Auto, {"data": devices}, mapped, PartitionSpec(None, "data")))
+    wanted, of_one = _timed(jax.jit(call), (alone, x), calls)
+    row = {"part": "split", "tokens": BATCH * LENGTH, "kind": "forward"}
+    rows = [row | of_one | {"devices": 1, "way": "jit", "difference": 0.0, "equal_bits": True}]
+    for name, kind, axes, function, held in ways:
+        over = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+        with jax.set_mesh(over):
+            parameters = jax.device_put(alone, NamedSharding(over, PartitionSpec()))
+            result, of_way = _timed(
+                jax.jit(function), (parameters, jax.device_put(x, NamedSharding(over, held))), calls
+            )
+        way = f"{name}, {kind.name}, " + " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        rows.append(row | of_way | _compared(result, wanted) | {"devices": devices, "way": way})
+    return rows
+
+
+PARTS = {"vmap": vmap, "mesh": mesh, "split": split}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["vmap", "mesh"], help="vmap, mesh")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="vmap, mesh, split")
     parser.add_argument("--calls", type=int, default=10, help="calls of a round")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--output", type=pathlib.Path, help="the record's file")
     options = parser.parse_args()
     sizes, rows = TINY if options.tiny else SIZES, []
     for part in options.parts:
-        rows += {"vmap": vmap, "mesh": mesh}[part](sizes, options.calls)
+        rows += PARTS[part](sizes, options.calls)
     record = {"provenance": provenance("benchmarks.jax_layers"), "sizes": sizes, "rows": rows}
     if options.output:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
