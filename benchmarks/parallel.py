@@ -32,11 +32,12 @@ import torch.distributed as dist
 
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
-from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting
+from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting, predicted
 from benchmarks.parallel_serve import attempt, joined, serve
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import ALL_SHAPES, Shape
+from moe_core.parallel.machine import H200
 from moe_core.specs.matmul import Activation
 
 # torch does not export all of what it documents.
@@ -61,6 +62,7 @@ COLUMNS = {
     "alone_us": "one GPU", "scaling": "scaling", "graph_us": "graph", "alone_graph_us": "one GPU, graph",
     "graph_scaling": "scaling, graph", "experts_us": "experts", "exchange_us": "exchange", "gb_s": "GB/s",
     "plain_us": "plain all-to-all", "plain_gb_s": "its GB/s", "imbalance": "imbalance", "peak_over_plan": "peak / plan",
+    "predicted_us": "predicted",
     "error": "error",
 }  # fmt: skip
 
@@ -256,6 +258,8 @@ def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
     start = time.monotonic()
     for row in rows:
         row["seconds"] = time.monotonic() - start - sum(other["seconds"] for other in record["rows"])
+        if on_gpus and "error" not in row and row["what"] == "forward":
+            row["predicted_us"] = predicted(row, options.setting.ranks, H200)
         record["rows"].append(row)
         figure = row.get("error") or f"{row['us']:.0f} us, one GPU {row['alone_us']:.0f}"
         cell = " ".join(str(row[name]) for name in ("shape", "tokens", "mode", "rows", "what"))

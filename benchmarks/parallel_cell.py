@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.shapes import Shape
+from benchmarks.shapes import ALL_SHAPES, Shape
 from moe_core.formats import format_named
-from moe_core.parallel import ExchangeSpec
+from moe_core.layers.spec import MoELayerSpec
+from moe_core.parallel import ExchangeSpec, predict
+from moe_core.parallel.machine import machine_of
 
 #: The share of a GPU's memory that weights may take, with their gradients where there are any.
 _FOR_WEIGHTS = 0.6
@@ -65,3 +67,16 @@ def fitting(shape: Shape, memory: float, training: bool) -> Shape:
     while shape.weight_bytes(experts) * (2 if training else 1) > _FOR_WEIGHTS * memory and experts > shape.top_k:
         experts //= 2
     return dataclasses.replace(shape, num_experts=experts)
+
+
+def layer_of(shape: Shape, experts: int | None = None) -> MoELayerSpec:
+    """A shape as a layer of the cost model."""
+    return MoELayerSpec(shape.d_model, shape.d_ff, experts or shape.num_experts, shape.top_k)
+
+
+def predicted(row: dict[str, Any], ranks: int, machine: Any) -> float:
+    """Microseconds of a forward. One device's times, of all experts and of a rank's, are the row's."""
+    layer = layer_of(ALL_SHAPES[row["shape"]], row["experts"])
+    spec = ExchangeSpec(rows=row["rows"], **EXCHANGES[row["mode"]])
+    of_layer = dataclasses.replace(machine_of(machine), products=(row["alone_us"], row["experts_us"]))
+    return predict(layer, row["tokens"], ranks, of_layer, spec).us

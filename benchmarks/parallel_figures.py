@@ -10,7 +10,6 @@ Files that show what nobody measured say "predicted" or "simulated" in their tit
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import sys
@@ -21,12 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import theme
-from benchmarks.parallel_cell import EXCHANGES
+from benchmarks.parallel_cell import EXCHANGES, layer_of, predicted
 from benchmarks.plot import source_line
-from benchmarks.shapes import ALL_SHAPES, Shape
-from moe_core.layers.spec import MoELayerSpec
-from moe_core.parallel import ExchangeSpec, MachineRecord, Placement, Zipf, predict, simulate
-from moe_core.parallel.machine import H200, machine_of
+from benchmarks.shapes import ALL_SHAPES
+from moe_core.parallel import ExchangeSpec, MachineRecord, Placement, Zipf, simulate
+from moe_core.parallel.machine import H200
 
 _COLORS = (theme.OURS, *theme.PEERS)
 _SHAPES = {name: ALL_SHAPES[name] for name in ("gptoss120b", "qwen3", "mixtral", "dsv3", "glm45air")}
@@ -54,11 +52,6 @@ CASES = (
     Case("balanced", 0),
     Case("balanced, one spare place", 1),
 )
-
-
-def layer_of(shape: Shape, experts: int | None = None) -> MoELayerSpec:
-    """A shape as a layer of the cost model."""
-    return MoELayerSpec(shape.d_model, shape.d_ff, experts or shape.num_experts, shape.top_k)
 
 
 def draw_links(records: Sequence[MachineRecord]) -> Any:
@@ -137,19 +130,13 @@ def draw_balance() -> Any:
 
 
 def pairs(record: dict[str, Any], machine: Any) -> dict[str, list[tuple[float, float]]]:
-    """(measured, predicted) microseconds of every row, by mode; graphs where there are any. One device's times are
-    measured, of all experts and of a rank's, and what is predicted is the exchange."""
+    """(measured, predicted) microseconds of every row, by mode; graphs where there are any."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in record["rows"]:
         if "error" in row or row["what"] != "forward" or row["shape"] not in _SHAPES or row["mode"] not in EXCHANGES:
             continue
-        layer = layer_of(_SHAPES[row["shape"]], row["experts"])
-        given = (row["alone_us"], row["experts_us"])
-        spec = ExchangeSpec(rows=row["rows"], **EXCHANGES[row["mode"]])
-        of_layer = dataclasses.replace(machine_of(machine), products=given)
-        predicted = predict(layer, row["tokens"], record["ranks"], of_layer, spec)
         name = f"{row['mode']}, {'CUDA graph' if 'graph_us' in row else 'eager'}"
-        found.setdefault(name, []).append((row.get("graph_us", row["us"]), predicted.us))
+        found.setdefault(name, []).append((row.get("graph_us", row["us"]), predicted(row, record["ranks"], machine)))
     return found
 
 
