@@ -266,8 +266,7 @@ def _price(
         if training:
             hidden = min(combine, each) + min(combine, (matrices - 1) * each)
     if spec.mode == "all_to_all" and ranks > 1:
-        groups = placement.num_places if spec.rows == "slots" else 2 * ranks
-        stages.insert(0, ("counts", _counts_us(spec, ranks, groups, machine, near)))
+        stages.insert(0, ("counts", _counts_us(spec, ranks, per_rank, machine, near)))
     # The last product already sent its rows. The rest of their way does not overlap.
     stored = sum(us for name, us in stages if name == "combine") if hidden else 0.0
     others = sum(us for _, us in stages) - stored
@@ -292,16 +291,18 @@ def _price(
     return Prediction(ranks * tensor, tokens, tuple(stages), us, alone, uneven, bound, buffers, static, assumed)
 
 
-def _counts_us(spec: ExchangeSpec, ranks: int, groups: int, machine: Machine, near: Link) -> float:
-    """Each rank sends a header to all, and counts to all of its level: all ranks, or hosts and then their ranks."""
+def _counts_us(spec: ExchangeSpec, ranks: int, per_rank: int, machine: Machine, near: Link) -> float:
+    """Each rank sends a header and counts to each of its level: all ranks, or hosts and then their ranks. With a bound
+    each gets the counts for all."""
     header = 4 * len(Header._fields)
     if spec.other:
         return _push_us(np.ones(ranks), header, machine, near)
     if spec.hosts == 1:
-        return _push_us(np.ones(ranks), header + 4 * groups * spec.chunks, machine, near)
+        told = (header + 4 * spec.counts(per_rank) * spec.chunks) * (1 if spec.receive is None else ranks)
+        return _push_us(np.ones(ranks), told, machine, near)
     local, network = ranks // spec.hosts, machine.network or near
-    inside = near.us((local - 1) * (header + 8 * local), local - 1)
-    between = network.us((spec.hosts - 1) * (header + 8 * spec.hosts), spec.hosts - 1)
+    inside = near.us((local - 1) * (header + 8), local - 1)
+    between = network.us((spec.hosts - 1) * (header + 8), spec.hosts - 1)
     return _push_us(np.ones(ranks), header, machine, near) + between + (inside if local > 1 else 0.0)
 
 

@@ -165,8 +165,8 @@ class HostMessages(NamedTuple):
     def forward(self) -> tuple[Collective, ...]:
         messages = [Collective("all_gather", "header", "int32", 1, 4 * self.header)]
         for way, groups in zip(self._out, (self.hosts, self.local), strict=True):
-            size = 4 * (self.header + 2 * groups)
-            messages.append(Collective("all_gather", "header and counts", "int32", 1, size, way[0]))
+            size = 4 * groups * (self.header + 2)
+            messages.append(Collective("all_to_all", "header and counts", "int32", groups, size, way[0]))
             messages += self._send((way,), "ids and weights", "int32", 8 * self.top_k)
         messages += self._send(self._out[1:], "homes", "float32", 4)
         messages += self._send(self._out, "rows", self.dtype, self.row_bytes)

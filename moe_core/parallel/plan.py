@@ -24,7 +24,7 @@ from moe_core.parallel.messages import (
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec, ranks_of_host, refuse_chunks, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
-from moe_core.specs.exchange import TableSpec
+from moe_core.specs.exchange import TableSpec, packed_row
 
 
 @plan_type
@@ -150,12 +150,8 @@ class ExchangePlan:
             lines.append(f"  bound      {bounds.block} rows from each rank, {bounds.back} back; more are counted")
         elif bounds.receive is not None:
             lines.append(f"  bound      {bounds.receive} rows received; more are counted")
-        reads = (
-            "reads nothing",
-            "reads the counts once",
-            "reads a header, and the counts once",
-            "reads a header, and counts twice",
-        )
+        reads = "reads nothing", "reads the counts once"
+        reads += "reads a header, and the counts once", "reads a header, and counts twice"
         lines.append(f"  host       {reads[self.host_reads]}")
         lines.append(f"  tiles      as for {self.expected_tokens} tokens and {self.expected_experts} experts")
         lines += [f"  bits       not one device's: {reason}" for reason in self.why_not_exact]
@@ -305,19 +301,24 @@ class _Planner:
             return tuple(self._between_barriers()) * self.spec.chunks
         # Ids travel with the bits of weights. For counted rows of slots, weights travel without ids.
         width, label = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
-        routing = self._table(self._rows_kind, label, "int32", self.sent, width)
+        rows = self._rows(self._rows_kind)
         if mode == "all_to_all":
-            # Counts of slots by place, or of tokens and their slots by owner. Every rank gets all: a home computes
-            # where its rows begin, and which do not fit.
-            groups = self.plan.placement.num_places if self.spec.rows == "slots" else self.ranks * 2
-            first = [self._table("all_gather", "header and counts", "int32", 1, header + groups * self.spec.chunks)]
+            # With a bound every rank gets all counts: a home computes which rows fit.
+            kind = "all_to_all" if self.spec.receive is None else "all_gather"
+            counts = header + self.spec.counts(self.plan.placement.per_rank) * self.spec.chunks
+            first = [self._table(kind, "header and counts", "int32", self.ranks, counts)]
+            rows.append(self._table(self._rows_kind, label, "int32", self.sent, width))
+            if self.spec.format is None:
+                # Numbers travel behind their row.
+                size = packed_row(self.plan.d_model, self.plan.dtype, width)[0] * dtypes.itemsize(self.plan.dtype)
+                rows = [dataclasses.replace(rows[0], what=f"rows, {label}", bytes=self.sent * size)]
+            # Counts of all chunks travel at once, for one host read.
+            messages = [*first, *[*rows, self._results("results")] * self.spec.chunks]
         else:
+            routing = self._table(self._rows_kind, f"header, {label}", "int32", self.sent, width)
             copies = 1 if mode == "all_gather" else self.ranks
-            size = routing.bytes + copies * header * 4
-            first, routing = [dataclasses.replace(routing, what=f"header, {label}", bytes=size)], None
-        chunk = [*self._rows(self._rows_kind), *([routing] if routing else []), self._results("results")]
-        # Counts of all chunks travel at once, for one host read. Each message of routing has a header.
-        messages = [*first, *chunk * self.spec.chunks] if routing else [*first, *chunk] * self.spec.chunks
+            routing = dataclasses.replace(routing, bytes=routing.bytes + copies * header * 4)
+            messages = [routing, *rows, self._results("results")] * self.spec.chunks
         if self.bounds.block is not None or self.bounds.receive is not None:
             messages.append(self._table("all_reduce", "overflow", "int32", 1, 1))
         return tuple(messages)

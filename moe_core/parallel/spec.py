@@ -85,6 +85,10 @@ class ExchangeSpec:
         """The transport is not the framework's."""
         return self.transport != "framework"
 
+    def counts(self, per_rank: int) -> int:
+        """Counts for an owner of per_rank places: of slots by place, or of tokens and slots."""
+        return per_rank if self.rows == "slots" else 2
+
     @property
     def compares_first(self) -> bool:
         """Ranks compare headers in a message of their own, ahead of counts."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_core.base import INT32_LIMIT, plan_type, require_choice, set_integer
+from moe_core.base.arrays import ALIGNMENT
+from moe_core.base.dtypes import itemsize
 from moe_core.errors import InvalidInput
 
 
@@ -76,5 +78,18 @@ class TableSpec:
 
     @property
     def counts(self) -> int:
-        """Counts after the header of `all_to_all`: slots by place, or tokens and then slots by rank."""
-        return self.num_places if self.by_slot else 2 * self.num_ranks
+        """Counts for an owner behind the header of `all_to_all`: slots by place, or tokens and slots."""
+        return self.per_rank if self.by_slot else 2
+
+
+def packed_row(columns: int, dtype: str, numbers: int) -> tuple[int, int]:
+    """A row of a message: columns of dtype, then int32 numbers, each at a multiple of 16 bytes.
+
+    Returns (elements of a row, its first number in int32). Example: 8 columns of bfloat16 and 2 numbers: (16, 4).
+    """
+    begin, size = padded_bytes(columns * itemsize(dtype)), padded_bytes(4 * numbers)
+    return (begin + size) // itemsize(dtype), begin // 4
+
+
+def padded_bytes(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

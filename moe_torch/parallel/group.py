@@ -90,6 +90,8 @@ class Ranks:
         return self.start_all_gather(values, what)()
 
     def start_all_gather(self, values: torch.Tensor, what: str) -> Arriving:
+        if self.size == 1:
+            return lambda: values[None]
         gathered = buffer((self.size, *values.shape), values.dtype, values.device)
         arrays = _moved(gathered).flatten(0, 1), _moved(values.contiguous())
         return self._start("all_gather", what, gathered, _ALL_GATHER, *arrays)
@@ -108,6 +110,9 @@ class Ranks:
             count, leaving, splits = sum(received), sum(sent), (received, sent)
             going = going if leaving == rows.shape[0] else going[:leaving]
         most = max(count, memory or 0)
+        if self.size == 1 and most <= rows.shape[0]:
+            # Nothing travels.
+            return functools.partial(rows.narrow, 0, 0, most)
         came = buffer((most, *rows.shape[1:]), rows.dtype, rows.device)
         arrays = _moved(came if count == most else came[:count]), _moved(going)
         return self._start("all_to_all", what, came, _ALL_TO_ALL, *arrays, *splits)
@@ -151,15 +156,17 @@ def _moved(values: torch.Tensor) -> torch.Tensor:
     return (values if values.numel() else values.new_empty(values.shape)).view(torch.uint8)
 
 
-def read_by_host(values: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy a GPU's array. The result waits, for this copy alone."""
-    copy, event = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
-    copy.copy_(values, non_blocking=True)
+def read_by_host(*arrays: torch.Tensor) -> Callable[[], list[np.ndarray]]:
+    """Start to copy a GPU's arrays. The result waits, for these copies alone."""
+    copies, event = [], torch.cuda.Event()
+    for array in arrays:
+        copies.append(torch.empty(array.shape, dtype=array.dtype, pin_memory=True))
+        copies[-1].copy_(array, non_blocking=True)
     event.record()
 
-    def read() -> np.ndarray:
+    def read() -> list[np.ndarray]:
         event.synchronize()
-        return copy.numpy()
+        return [copy.numpy() for copy in copies]
 
     return read
 

@@ -57,9 +57,9 @@ class _Level(Counted):
     def first_tables(self) -> Any:
         return self._first
 
-    def received(self, came: torch.Tensor, num_rows: int, *rest: Any) -> list[torch.Tensor]:
+    def received(self, came: torch.Tensor, num_rows: int, **options: Any) -> list[torch.Tensor]:
         self.came = came
-        return super().received(came, num_rows, *rest)
+        return super().received(came, num_rows, **options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
 from moe_core.parallel.exchange import rows_by_pair
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
+from moe_core.specs.exchange import packed_row
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
@@ -112,9 +113,12 @@ class CollectiveRoutes:
         return Gradients(d_x, by_slot)
 
 
-def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
-    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0."""
-    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, each=each)
+def take_slots(
+    rows: torch.Tensor, slots: torch.Tensor, each: int = 1, table: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. table: numbers behind each, as
+    `packed_row` says."""
+    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, table=table, each=each)
 
 
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:
@@ -132,18 +136,14 @@ def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | 
 
 def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
     """Send a header of zeros, so that no peer waits for a failed rank."""
-    counts = 0
+    send, shape = ranks.all_gather, (_HEADER,)
     if device.type != "cpu" and not spec.compares_first:
         # Others send these with it.
-        counts = counts_sent(spec, placement)
+        send = ranks.all_to_all if spec.receive is None else send
+        shape = ranks.size, _HEADER + spec.counts(placement.per_rank)
         if placement.has_replicas:
             ranks.all_gather(torch.zeros(1, dtype=torch.int32, device=device), "tokens")
-    ranks.all_gather(torch.zeros(_HEADER + counts, dtype=torch.int32, device=device), "header")
-
-
-def counts_sent(spec: ExchangeSpec, placement: Placement) -> int:
-    """Counts behind the header: slots by place, or tokens and their slots by owner."""
-    return placement.num_places if spec.rows == "slots" else 2 * placement.num_ranks
+    send(torch.zeros(shape, dtype=torch.int32, device=device), "header")
 
 
 class _Tables(NamedTuple):
@@ -195,11 +195,17 @@ class _Planner:
         return self.tables() if self._first is None else self._first
 
     def received(
-        self, came: torch.Tensor, num_rows: int, header: torch.Tensor | None = None, lost: torch.Tensor | None = None
+        self,
+        came: torch.Tensor,
+        num_rows: int,
+        header: torch.Tensor | None = None,
+        lost: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         return operators.RECEIVE_TABLES.call(
-            came=came, header=header, lost=lost, spec=self.spec, rank=self.rank, top_k=self.top_k, num_rows=num_rows,
-            num_tokens=self.num_tokens,
+            came=came, header=header, lost=lost, counts=counts, x=rows, spec=self.spec, rank=self.rank,
+            top_k=self.top_k, num_rows=num_rows, num_tokens=self.num_tokens,
         )  # fmt: skip
 
     def routes(
@@ -237,102 +243,105 @@ def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor)
 class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
-    arriving: Arriving | None = None
-
     def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
         """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
         way, if `arriving` is not None. Raises as `compare_headers`."""
-        tables, rows = self.first_tables(), None
-        told = self.ranks.start_all_gather(tables.message, "header and counts")
+        tables, ranks = self.first_tables(), self.ranks
+        # With a bound, what fits follows from the counts of all.
+        send = ranks.start_all_to_all if self.plan.spec.receive is None else ranks.start_all_gather
+        told, rows = send(tables.message, "header and counts"), None
         if tables.message.is_cuda:
-            # The copy precedes all that follows.
-            on_device = told()
-            told, read = (lambda: on_device), read_by_host(on_device)
+            # The copies precede all that follows.
+            read = read_by_host(tables.message, on_device := told())
+            told = lambda: on_device  # noqa: E731
         else:
-            read = None
+            read = lambda: (tables.message.numpy(), told().numpy())  # noqa: E731
         slots = tables.slot_of_row
         if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
-            rows = take_slots(values, slots, self.top_k)
+            rows = self._leaving(values, tables)
+        nothing = torch.zeros(1, dtype=torch.int32, device=tables.message.device)
+        return lambda: self.counted(tables, told(), read(), values, rows, nothing)
 
-        def counted() -> CollectiveRoutes:
-            arrays = told()
-            return self.counted(tables, arrays, arrays.numpy() if read is None else read(), values, rows)
-
-        return counted
+    def _leaving(self, values: torch.Tensor, tables: _Tables, count: int | None = None) -> torch.Tensor:
+        """The first rows to go, with their numbers unless rows are to overlap with other work. count: None: all."""
+        slots, table = tables.slot_of_row, tables.table
+        assert slots is not None and table is not None
+        if count is not None:
+            slots, table = slots[:count], table[:count]
+        return take_slots(values, slots, self.top_k, None if self.ranks.overlaps else table)
 
     def counted(
         self,
         tables: _Tables,
         on_device: torch.Tensor,
-        message: np.ndarray,
+        counts: Sequence[np.ndarray],
         values: torch.Tensor | None,
-        rows_ahead: torch.Tensor | None,
+        ahead: torch.Tensor | None,
+        overflow: torch.Tensor,
     ) -> CollectiveRoutes:
-        """on_device, message int32 `[W, ...]`: header and counts of all ranks. rows_ahead: values in the order of
-        tables."""
-        plan, ranks, by_slot = self.plan, self.ranks, self.spec.by_slot
-        device = on_device.device
-        group_tokens = compare_headers(message[:, :_HEADER], ranks.where)
-        told = message[:, _HEADER:]
-        rows, slots = (told, told) if by_slot else (told[:, : ranks.size], told[:, ranks.size :])
-        pairs, overflow = rows_by_pair(rows, plan.spec.receive), self._overflow(rows)
-        leave, arrive = pairs[self.rank].tolist(), pairs[:, self.rank].tolist()
-        spoilt = None
-        require_room(plan, overflow)
-        if overflow:
-            limits = np.zeros((2, ranks.size), np.int32)
+        """counts: header and counts int32 `[W, ...]` for each owner, and those from each rank, or with a bound of all
+        `[W, W, ...]`; on_device: the latter. ahead: rows that may leave. overflow: 0."""
+        plan, ranks, by_slot, (own, told) = self.plan, self.ranks, self.spec.by_slot, counts
+        receive, spoilt, excess = plan.spec.receive, None, 0
+        came = told if receive is None else told[:, self.rank]
+        group_tokens = compare_headers(came[:, :_HEADER], ranks.where)
+        if by_slot:
+            leave = back = own[:, _HEADER:].sum(1).tolist()
+            arrive = here = came[:, _HEADER:].sum(1).tolist()
+        else:
+            (leave, back), (arrive, here) = own[:, _HEADER:].T.tolist(), came[:, _HEADER:].T.tolist()
+        if receive is not None:
+            on_device = on_device[:, self.rank].contiguous()
+            rows = told[:, :, _HEADER:].reshape(ranks.size, -1) if by_slot else told[:, :, _HEADER]
+            pairs = rows_by_pair(rows, receive)
+            excess = int((rows_by_pair(rows) - pairs).sum())
+            require_room(plan, excess)
+        if excess:
+            leave, arrive = pairs[self.rank].tolist(), pairs[:, self.rank].tolist()
+            back, here, limits, ahead = leave, arrive, np.zeros((2, ranks.size), np.int32), None
             limits[0] = leave
             tables = self._limited(limits)
             if not by_slot:
                 # Results begin at home by the slots of tokens that fit.
                 slots = ranks.all_gather(tables.counted, "counts of what fits").cpu().numpy()
-                limits[1] = np.cumsum(slots[self.rank]) - slots[self.rank]
+                back, here = slots[self.rank].tolist(), slots[:, self.rank].tolist()
+                limits[1] = np.cumsum(back) - back
                 tables = self._limited(limits)
             if plan.spec.on_overflow != "drop":
                 spoilt = tables.lost
-            rows_ahead = None
-        sent, received = sum(leave), sum(arrive)
-        out = Way(leave, arrive, rounded(received))
-        assert tables.slot_of_row is not None and tables.table is not None
-        leaving = None
+            fits = np.stack([arrive, here], 1) if not by_slot else _first_rows(came[:, _HEADER:], sum(arrive))
+            fitting = np.concatenate([came[:, :_HEADER], fits], 1, dtype=np.int32)
+            on_device, overflow = torch.tensor(fitting, device=on_device.device), overflow + excess
+        received = sum(arrive)
+        out, leaving, came_rows = Way(leave, arrive, rounded(received)), None, None
+        assert tables.table is not None
         if values is not None:
             # First: everything below takes the host longer than few rows travel.
-            if rows_ahead is None:
-                rows_ahead = take_slots(values, tables.slot_of_row[: rounded(sent)], self.top_k)
-            leaving = ranks.start_all_to_all(rows_ahead, "rows", out)
-        came = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
-        if by_slot:
-            places = slice(self.rank * self.spec.per_rank, (self.rank + 1) * self.spec.per_rank)
-            runs = on_device[:, _HEADER:][:, places].contiguous()
-            if overflow:
-                most = np.iinfo(np.int32).max if plan.spec.receive is None else plan.spec.receive
-                runs = torch.tensor(_first_rows(rows[:, places], most), device=device)
-            home = Way(out.received, out.sent)
-            ids, _ = ops.layout_of_runs(runs, len(came))
-            owner: Sequence[torch.Tensor] = (ids, came.view(torch.float32))
+            rows_out = self._leaving(values, tables, rounded(sum(leave))) if ahead is None else ahead
+            leaving = ranks.start_all_to_all(rows_out, "rows", out)
+        if leaving is None or ranks.overlaps:
+            numbers = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
+            numbers[received:] = -1
         else:
-            home = Way(slots[:, self.rank].tolist(), slots[self.rank].tolist())
-            if received < len(came):
-                came[received:] = -1
-            owner = self.received(came, rounded(sum(home.sent or ())))
-        counted = torch.full((1,), overflow, dtype=torch.int32, device=device)
-        returned = min(rounded(sum(home.received or ())), self.num_tokens * self.top_k)
-        home = home._replace(memory=returned)
-        routes = self.routes(
-            tables, (out, home), owner, returned, spoilt=spoilt, overflow=counted, group_tokens=group_tokens
-        )
+            packed, width = leaving(), tables.table.shape[1]
+            _, first = packed_row(plan.d_model, plan.dtype, width)
+            came_rows, numbers = packed[:, : plan.d_model], packed.view(torch.int32)[:, first : first + width]
+        if by_slot:
+            ids, _ = ops.layout_of_runs(on_device[:, _HEADER:].contiguous(), len(numbers))
+            owner: Sequence[torch.Tensor] = (ids, numbers.contiguous().view(torch.float32))
+        else:
+            owner = self.received(numbers, rounded(sum(here)), counts=on_device, rows=came_rows)
+            if came_rows is not None:
+                *owner, came_rows = owner
+        returned = min(rounded(sum(back)), self.num_tokens * self.top_k)
+        ways = out, Way(here, back, returned)
+        routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, overflow=overflow, group_tokens=group_tokens)
         if leaving is not None:
-            self.arriving = functools.partial(routes.arrived, leaving)
+            self.arriving = functools.partial(routes.arrived, leaving) if came_rows is None else lambda: came_rows
         return routes
 
     def _limited(self, limits: np.ndarray) -> _Tables:
         return self.tables(torch.tensor(limits, device=self.header.device))
-
-    def _overflow(self, counts: np.ndarray) -> int:
-        if self.plan.spec.receive is None:
-            return 0
-        by_owner = counts.astype(np.int64).reshape(len(counts), self.ranks.size, -1).sum(axis=(0, 2))
-        return int(np.maximum(by_owner - self.plan.spec.receive, 0).sum())
 
 
 def require_room(plan: ExchangePlan, overflow: int) -> None:

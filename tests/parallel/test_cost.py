@@ -78,8 +78,8 @@ def test_a_prediction_by_hand() -> None:
     # An expert of a rank has 3 MB, which 1000 GB/s read in 3 us: 68 % of that for the second chunk.
     assert halves.us == pytest.approx(1.06 * operations / 1e6 + push / 2 + 0.68 * 3)
     counted = predict(layer, 50, 2, machine, ExchangeSpec())
-    # A header and the counts of two ranks' tokens and slots, int32.
-    told = 3 + 4 * (len(Header._fields) + 4) / 100e3
+    # A header and the counts of tokens and slots for the other rank, int32.
+    told = 3 + 4 * (len(Header._fields) + 2) / 100e3
     assert dict(counted.stages)["counts"] == pytest.approx(told, abs=1e-9)
     assert counted.us == pytest.approx(operations / 1e6 + 2 * push + told)
     uneven = predict(layer, 50, 2, machine, ExchangeSpec("peer"), imbalance=1.5)
@@ -152,15 +152,17 @@ def test_counts_are_read_over_the_slowest_link_in_use() -> None:
     assert found[1] is None and [found[ranks] for ranks in (2, 4, 8)] == pytest.approx([3, 3, 7], rel=1e-2)
 
 
-def test_counts_grow_with_the_square_of_ranks() -> None:
-    """Every rank gets every other's counts, two int32 for each pair of ranks, or one for each of its experts."""
+def test_counts_grow_with_ranks() -> None:
+    """A rank gets what others send it: two int32 of each, or one for each of its experts. A bound needs all counts."""
     layer, machine = MoELayerSpec(64, 32, 4096, 2), Machine(Link(0, 1e9), Link(0, 1.0), 8, 1e3, 1e3)
 
-    def counts(ranks: int, rows: str = "tokens") -> float:
-        return dict(predict(layer, 4, ranks, machine, ExchangeSpec(rows=rows)).stages)["counts"]
+    def counts(ranks: int, rows: str = "tokens", receive: int | None = None) -> float:
+        return dict(predict(layer, 4, ranks, machine, ExchangeSpec(rows=rows, receive=receive)).stages)["counts"]
 
-    assert counts(2048) == pytest.approx(2040 * 4 * (len(Header._fields) + 2 * 2048) / 1e3)
-    assert counts(2048, "slots") == pytest.approx(2040 * 4 * (len(Header._fields) + 4096) / 1e3)
+    header = len(Header._fields)
+    assert counts(2048) == pytest.approx(2040 * 4 * (header + 2) / 1e3)
+    assert counts(1024, "slots") == pytest.approx(1016 * 4 * (header + 4) / 1e3)
+    assert counts(2048, receive=9) == pytest.approx(2040 * 4 * 2048 * (header + 2) / 1e3)
 
 
 def test_one_rank_exchanges_nothing() -> None:

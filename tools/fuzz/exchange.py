@@ -268,10 +268,11 @@ def _tables(case: Case, given: dict[str, Any], device: torch.device) -> dict[str
     if case.mode == "all_to_all" and not case.by_token:
         return found
     for rank in ranks:
-        header: Any = (fixed[2], sent[rank]["lost"])
+        header: Any = (fixed[2], sent[rank]["lost"], None)
         if case.mode == "all_to_all":
             parts = [own["table"].split(went[home])[rank] for home, own in enumerate(sent)]
-            came, header = torch.cat(parts), (None, None)
+            came, counts = torch.cat(parts), torch.zeros(W, 10, dtype=torch.int32, device=device)
+            counts[0, 8], header = len(came), (None, None, counts)
             places = came[:, :K]
             count = int(((places >= 0) & (places // given["per_rank"] == rank)).sum())
         else:
@@ -280,7 +281,7 @@ def _tables(case: Case, given: dict[str, Any], device: torch.device) -> dict[str
         sizes = {"top_k": K, "num_rows": count, "num_tokens": len(given["ids"][rank])}
         names = ("own ids", "own weights") + ("own slots",) * case.by_token + ("spoilt",) * (header[0] is not None)
         tables = operators.RECEIVE_TABLES.call(
-            came=came, header=header[0], lost=header[1], spec=spec, rank=rank, **sizes
+            came=came, header=header[0], lost=header[1], counts=header[2], x=None, spec=spec, rank=rank, **sizes
         )
         found |= {f"{name} {rank}": array for name, array in zip(names, tables, strict=True)}
     return found
@@ -290,6 +291,6 @@ def _went(case: Case, given: dict[str, Any], own: dict[str, Tensor], rank: int) 
     """The rows that go from a rank to each other one, with exact counts."""
     if case.mode != "all_to_all":
         return []
-    counts = own["message"][len(given["header"]) :].cpu()
-    sizes = counts[: case.ranks] if case.by_token else counts.view(case.ranks, -1).sum(1)
+    counts = own["message"][:, len(given["header"]) :].cpu()
+    sizes = counts[:, 0] if case.by_token else counts.sum(1)
     return torch.minimum(sizes, torch.tensor(given["kept"][rank])).tolist()

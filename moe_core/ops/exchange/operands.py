@@ -113,11 +113,14 @@ class SendOperands(NamedTuple):
 class ReceiveOperands(NamedTuple):
     """Arrays of a rank that has experts.
 
-    came int32: with `all_to_all` `[R, width]`, for each row of tokens; else `[W, 8 + rows * width]`, each rank's
-    message. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank already
-    spoilt.
+    came int32: with `all_to_all` `[R, width]`, for each row of tokens, possibly strided; else `[W, 8 + rows * width]`,
+    each rank's message. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank
+    already spoilt. counts int32 `[W, 10]`, with `all_to_all` alone: of each rank, header, rows and slots that arrive.
+    x `[R, D]`, with counts alone: the rows of came, possibly strided.
     """
 
     came: Any
     header: Any = None
     lost: Any = None
+    counts: Any = None
+    x: Any = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_core.ops.exchange.operands import SendOperands, record_of
+from moe_core.ops.reduction.reference import gather_rows
 from moe_core.specs.exchange import TableSpec
 
 
@@ -78,10 +79,11 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
         message[:, len(header) :] = blocks.reshape(spec.num_ranks, -1)
         return (*results, message, slot_of_row)
     rows = (np.cumsum(went) - went)[of_slot] + number
-    counts = np.bincount(places[places >= 0], minlength=spec.num_places)
+    counts = np.bincount(places[places >= 0], minlength=spec.num_places).reshape(spec.num_ranks, -1)
     if not spec.by_slot:
-        counts = np.concatenate([sizes, by_owner])
-    message = np.concatenate([header, counts]).astype(np.int32)
+        counts = np.stack([sizes, by_owner], axis=1)
+    heads = np.broadcast_to(header, (spec.num_ranks, len(header)))
+    message = np.concatenate([heads, counts], axis=1).astype(np.int32)
     most = num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
     slot_of_row, table = np.full(most, -1, np.int32), np.zeros((most, spec.width(top_k)), np.int32)
     slot_of_row[rows], table[rows] = slots, payload[read][:, -table.shape[1] :]
@@ -110,6 +112,8 @@ def receive_tables(
     came: np.ndarray,
     header: np.ndarray | None = None,
     lost: np.ndarray | None = None,
+    counts: np.ndarray | None = None,
+    x: np.ndarray | None = None,
     *,
     spec: TableSpec,
     rank: int,
@@ -121,7 +125,10 @@ def receive_tables(
     width = spec.width(top_k) // 2
     table = came[:, behind:].reshape(-1, 2, width)
     ids = table[:, 0] - rank * spec.per_rank
-    ids = np.where((table[:, 0] >= 0) & (ids >= 0) & (ids < spec.per_rank), ids, -1).astype(np.int32)
+    here = (table[:, 0] >= 0) & (ids >= 0) & (ids < spec.per_rank)
+    if counts is not None:
+        here[counts[:, -2].sum() :] = False
+    ids = np.where(here, ids, -1).astype(np.int32)
     weights = np.where(ids < 0, np.float32(0), np.ascontiguousarray(table[:, 1]).view(np.float32))
     results: list[np.ndarray]
     if spec.by_slot:
@@ -145,4 +152,6 @@ def receive_tables(
         agree = bool((came[:, :behind] == header).all())
         spoilt = np.full(num_tokens, not agree)
         results.append(spoilt if lost is None else spoilt | lost)
+    if x is not None:
+        results.append(gather_rows(x, results[2], top_k=top_k, stride=x.shape[1], first=0))
     return tuple(results)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe_core.base import INT32_LIMIT, ArraySpec, Target, keep_plans, padded, require_spec, row_stride
+from typing import Any
+
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange.checks import require_places, slots_block
@@ -10,6 +12,7 @@ from moe_core.ops.exchange.kernels import places as place_kernels
 from moe_core.ops.exchange.kernels import receive_tables as receive_kernels
 from moe_core.ops.exchange.kernels import send_tables as send_kernels
 from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands
+from moe_core.ops.reduction.rowwise import launch_gather
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 from moe_core.specs import LayoutSpec
@@ -53,9 +56,9 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot has a place and no such
       row.
     - counted `[W]`, by owner: with `all_to_all` the slots that arrive there, else rows and results without room.
-    - message: header, then with `all_to_all` `[8 + counts]` the counts of `TableSpec`; with `all_gather` `[8 + T * 2K]`
-      the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each row, -1: none.
-      Weights travel as their bits.
+    - message: header, then with `all_to_all` `[W, 8 + counts]` each owner's counts of `TableSpec`; with `all_gather`
+      `[8 + T * 2K]` the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each
+      row, -1: none. Weights travel as their bits.
     - slot_of_row, except with `all_gather`: the slot of each row that goes, -1: none. `[W * block_rows]`, or with
       `all_to_all` one for each possible row, owner after owner without gaps.
     - table, with `all_to_all`: the places or weights of these rows. Rows behind the last one are undefined.
@@ -126,7 +129,7 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
 
 def send_shapes(num_tokens: int, top_k: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
     width, most = spec.width(top_k), num_tokens * (top_k if spec.by_slot else min(top_k, spec.num_ranks))
-    message: tuple[int, ...] = (HEADER + spec.counts,)
+    message: tuple[int, ...] = (spec.num_ranks, HEADER + spec.counts)
     if spec.mode == "all_gather":
         message = (HEADER + num_tokens * width,)
     elif spec.mode == "padded":
@@ -153,6 +156,8 @@ PLACE_RECEIVED = declare_kernel(receive_kernels.place_received, writes_layout=Tr
 
 _BLOCK = {"gpu": 512, "interpreter": 32}
 _LANES = {"gpu": 8 * LANES, "interpreter": 2 * LANES}
+#: Tiles of rows up to which one program needs no counts first.
+_ALONE = 4
 
 
 @keep_plans
@@ -170,11 +175,12 @@ def plan_receive_tables(
     num_rows: M, the slots that there is memory for; with blocks W * back_rows. num_tokens: T. With rows of tokens every
     slot gets a row, by (source, token, k); with blocks at most `back` of a source, from a multiple of back_rows on.
 
-    Inputs: came, [header], [lost]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1: none; weights fp32
-    `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those that came, K for
-    each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header.
+    Inputs: came, [header], [lost], [counts], [x]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1: none;
+    weights fp32 `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those that
+    came, K for each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header; with x y
+    `[M, D]`, each slot's row, zeros without one.
     """
-    came, header, lost = operands
+    came, header, lost, counts, x = operands
     require_kind("spec", spec, TableSpec)
     rank = as_integer("rank", rank, 0, spec.num_ranks)
     for name, value, least in (("top_k", top_k, 1), ("num_rows", num_rows, 0), ("num_tokens", num_tokens, 0)):
@@ -183,28 +189,35 @@ def plan_receive_tables(
     if counted and spec.by_slot:
         raise InvalidInput("rows must be 'tokens' with mode='all_to_all', got 'slots'; counts say their places")
     sources = 1 if counted else spec.num_ranks
-    require_spec("came", came, ("rows", width) if counted else (sources, "numbers"), "int32")
+    require_spec("came", came, ("rows", width) if counted else (sources, "numbers"), "int32", contiguous=not counted)
     each, rest = (came.shape[0], 0) if counted else divmod(came.shape[1] - HEADER, width)
     if rest or each < 0:
         raise InvalidInput(f"came must have {HEADER} + n * {width} columns, got {came}; pass the messages that came")
-    if (header is None) != counted:
-        raise InvalidInput(
-            f"header must be given unless mode='all_to_all', got {header} with {spec.mode!r}; correct it"
-        )
+    if x is not None and not counted:
+        raise InvalidInput(f"x must be None unless mode='all_to_all', got {x} with {spec.mode!r}; leave it out")
+    for name, array, wanted in (("header", header, not counted), ("counts", counts, counted)):
+        if (array is not None) != wanted:
+            raise InvalidInput(
+                f"{name} must be given {'with' if name == 'counts' else 'unless'} mode='all_to_all', got {array} with "
+                f"{spec.mode!r}; correct it"
+            )
     expected = sources * each if spec.by_slot else num_rows if counted else sources * spec.back_rows
     if num_rows != expected:
         raise InvalidInput(f"num_rows must be {expected} for {spec}, got {num_rows}; pass that")
     for name, array, shape, dtype in (
         ("header", header, (HEADER,), "int32"),
         ("lost", lost, (num_tokens,), "bool"),
+        ("counts", counts, (spec.num_ranks, HEADER + 2), "int32"),
     ):
         if array is not None:
             require_spec(name, array, shape, dtype)
+    if x is not None:
+        row_stride("x", require_spec("x", x, (each, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     builder = PlanBuilder("receive_tables", target)
     present = builder.inputs(operands._asdict())
     outputs = [
         builder.output(name, ArraySpec(shape, dtype))
-        for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec)
+        for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec, x)
     ]
     if not target.compiled:
         constants = {"spec": spec, "rank": rank, "top_k": top_k, "num_rows": num_rows, "num_tokens": num_tokens}
@@ -221,22 +234,33 @@ def plan_receive_tables(
     columns = columns_of(top_k)
     block_r = _LANES[target.engine] // columns
     block_rows, blocks = blocks_of(each, block_r, target)
-    builder.scratch("block_counts", ArraySpec((sources, blocks), "int32"))
-    constants = passed(TOP_K=top_k, PER_RANK=spec.per_rank, HEADER=head)
-    arguments = builder.pointers("came", "block_counts")
-    arguments |= passed(each=each, block_rows=block_rows, num_blocks=blocks, rank=rank) | constants
-    builder.launch(COUNT_RECEIVED, (blocks, sources), arguments | passed(COLUMNS=columns, BLOCK_R=block_r))
-    arguments = builder.pointers("came", "header", "lost", "block_counts", "ids", "weights", "slot_of_row", "spoilt")
+    if counted and each <= _ALONE * block_r:
+        block_rows, blocks = each, 1
+    constants = passed(TOP_K=top_k, ROW=row_stride("came", came) if counted else width, PER_RANK=spec.per_rank)
+    constants |= passed(HEADER=head, COUNT=HEADER, RANKS=padded(spec.num_ranks, 1))
+    if blocks * sources > 1:
+        builder.scratch("block_counts", ArraySpec((sources, blocks), "int32"))
+        arguments = builder.pointers("came", "counts", "block_counts")
+        arguments |= passed(each=each, block_rows=block_rows, num_blocks=blocks, rank=rank, num_ranks=spec.num_ranks)
+        arguments |= constants | passed(COLUMNS=columns, BLOCK_R=block_r)
+        builder.launch(COUNT_RECEIVED, (blocks, sources), arguments)
+    arguments = builder.pointers("came", "header", "lost", "counts", "block_counts", "ids", "weights", "slot_of_row")
+    arguments |= builder.pointers("spoilt")
     arguments |= passed(num_sources=sources, each=each, block_rows=block_rows, num_blocks=blocks, num_tokens=num_tokens)
     stride = num_rows if counted else spec.back_rows
-    arguments |= passed(rank=rank, most=num_rows if counted else spec.back, stride=stride)
+    arguments |= passed(rank=rank, num_ranks=spec.num_ranks, most=num_rows if counted else spec.back, stride=stride)
     arguments |= constants | passed(SOURCES=padded_sources, COLUMNS=columns, BLOCK_R=block_r)
     arguments |= passed(BLOCK_B=64 if target.on_gpu else 2, BLOCK_FILL=block)
     builder.launch(PLACE_RECEIVED, (blocks, sources), arguments)
+    if x is not None:
+        launch_gather(builder, x, num_rows, top_k, x.shape[1])
     return builder.build()
 
 
-def receive_shapes(num_rows: int, num_tokens: int, spec: TableSpec) -> list[tuple[str, tuple[int, ...], str]]:
+def receive_shapes(
+    num_rows: int, num_tokens: int, spec: TableSpec, x: Any = None
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """x: an ArraySpec or a tensor. The dtype of y is that of x."""
     shapes: list[tuple[str, tuple[int, ...], str]] = [
         ("ids", (num_rows, 1), "int32"),
         ("weights", (num_rows, 1), "float32"),
@@ -245,6 +269,8 @@ def receive_shapes(num_rows: int, num_tokens: int, spec: TableSpec) -> list[tupl
         shapes.append(("slot_of_row", (num_rows,), "int32"))
     if spec.mode != "all_to_all":
         shapes.append(("spoilt", (num_tokens,), "bool"))
+    if x is not None:
+        shapes.append(("y", (num_rows, x.shape[1]), x.dtype))
     return shapes
 
 

@@ -52,9 +52,13 @@ def reduce(
     return out
 
 
-def gather_rows(x: np.ndarray, slot_of_row: np.ndarray, *, top_k: int) -> np.ndarray:
-    y, rows = np.zeros((len(slot_of_row), x.shape[1]), x.dtype), np.flatnonzero(slot_of_row >= 0)
-    y[rows] = x[slot_of_row[rows] // top_k]
+def gather_rows(
+    x: np.ndarray, slot_of_row: np.ndarray, table: np.ndarray | None = None, *, top_k: int, stride: int, first: int
+) -> np.ndarray:
+    y, rows = np.zeros((len(slot_of_row), stride), x.dtype), np.flatnonzero(slot_of_row >= 0)
+    y[rows, : x.shape[1]] = x[slot_of_row[rows] // top_k]
+    if table is not None:
+        y.view(np.int32)[:, first : first + table.shape[1]] = table
     return y
 
 

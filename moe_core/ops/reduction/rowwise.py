@@ -8,6 +8,7 @@ from moe_core.ops.reduction.kernels import rowwise as kernels
 from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
 from moe_core.plan.steps import Kernel, Scalar
 from moe_core.specs import LayoutSpec
+from moe_core.specs.exchange import packed_row
 
 BIAS_PRODUCT = declare_kernel(kernels.bias_product)
 GATE_WEIGHT = declare_kernel(kernels.gate_weight)
@@ -135,30 +136,45 @@ def plan_gather_rows(
     target: Target,
     *,
     wide: ArraySpec | None = None,
+    table: ArraySpec | None = None,
 ) -> LaunchPlan:
     """y `[capacity, D]`: each layout row's token of x `[T, D]`, zeros for rows without a slot.
 
     row_of_slot int32 `[T * K]` and wide fp32 `[T, D]` are for the backward, `plan_reduce` of order `row`, and only
-    checked. Inputs: x, slot_of_row int32 `[capacity]`.
+    checked. Inputs: x, slot_of_row int32 `[capacity]`, [table int32 `[capacity, N]`: each row's numbers, behind it in y
+    as `packed_row` says, padding undefined].
     """
     row_stride("x", require_spec("x", x, (layout.num_tokens, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
     require_spec("layout.slot_of_row", slot_of_row, (layout.capacity,), "int32")
     require_spec("layout.row_of_slot", row_of_slot, (layout.num_slots,), "int32")
     require_wide(wide, x)
-    rows, width = layout.capacity, x.shape[1]
+    rows, width, numbers, (stride, first) = layout.capacity, x.shape[1], 0, (x.shape[1], 0)
+    if table is not None:
+        numbers = require_spec("table", table, (rows, "numbers"), "int32").shape[1]
+        stride, first = packed_row(width, x.dtype, numbers)
     builder = PlanBuilder("gather_rows", target)
-    present = builder.inputs({"x": x, "slot_of_row": slot_of_row})
-    builder.output("y", ArraySpec((rows, width), x.dtype))
+    present = builder.inputs({"x": x, "slot_of_row": slot_of_row, "table": table})
+    builder.output("y", ArraySpec((rows, stride), x.dtype))
     if not target.compiled:
         from moe_core.ops.reduction import reference as twins
 
-        return builder.reference(twins.gather_rows, present, {"top_k": layout.top_k}, ("y",))
-    block_m, block_n = elementwise_tile(width, target)
-    arguments = builder.pointers("x", "slot_of_row", "y") | passed(num_rows=rows, num_tokens=layout.num_tokens)
-    arguments |= passed(TOP_K=layout.top_k, WIDTH=width, X_STRIDE=row_stride("x", x))
+        constants = {"top_k": layout.top_k, "stride": stride, "first": first}
+        return builder.reference(twins.gather_rows, present, constants, ("y",))
+    launch_gather(builder, x, rows, layout.top_k, stride, (first, numbers))
+    return builder.build()
+
+
+def launch_gather(
+    builder: PlanBuilder, x: ArraySpec, rows: int, top_k: int, stride: int, behind: tuple[int, int] = (0, 0)
+) -> None:
+    """Launch `gather_rows` on buffers of its names. stride: of y. behind: first word and numbers of table."""
+    width, (first, numbers), words = x.shape[1], behind, stride * dtypes.itemsize(x.dtype) // 4
+    block_m, block_n = elementwise_tile(width, builder.target)
+    arguments = builder.pointers("x", "slot_of_row", "table", "y") | passed(num_rows=rows, num_tokens=x.shape[0])
+    arguments |= passed(TOP_K=top_k, WIDTH=width, X_STRIDE=row_stride("x", x), Y_STRIDE=stride)
+    arguments |= passed(NUMBERS=numbers, Y_WORDS=words, FIRST=first, COLUMNS=padded(numbers, 1))
     arguments |= passed(BLOCK_M=block_m, BLOCK_N=block_n)
     builder.launch(GATHER_ROWS, (-(-rows // block_m), -(-width // block_n)), arguments)
-    return builder.build()
 
 
 def require_wide(wide: ArraySpec | None, x: ArraySpec) -> None:

@@ -50,7 +50,7 @@ def messages(
         elif spec.mode == "padded":
             came.append(found["message"][owner])
         else:
-            sizes = found["message"][len(HEADER) :][: placement.num_ranks]
+            sizes = found["message"][:, len(HEADER)]
             first = sizes[:owner].sum()
             came.append(found["table"][first : first + sizes[owner]])
     if spec.mode == "all_to_all":
@@ -90,6 +90,9 @@ def expected(
     results = {"ids": ids, "weights": weights}
     if not spec.by_slot:
         results["slot_of_row"] = slot_of_row
+    if counted:
+        results["y"] = (slot_of_row[:, None] // top_k * 6 + np.arange(5)) * np.float32(1) * (slot_of_row >= 0)[:, None]
+        results["y"] = results["y"].astype(np.float32)
     if not counted:
         agree = (came[:, : len(HEADER)] == HEADER).all()
         results["spoilt"] = (lost if lost is not None else np.zeros(0, bool)) | ~agree
@@ -109,6 +112,15 @@ def check(
     arrays = {"came": came}
     if spec.mode != "all_to_all":
         arrays["header"] = HEADER
+    else:
+        # Rows lie apart, and behind the last one is anything.
+        arrays["counts"] = np.full((spec.num_ranks, len(HEADER) + 2), 9, np.int32)
+        arrays["counts"][:, -2] = [len(came), *[0] * (spec.num_ranks - 1)]
+        arrays["came"] = np.full((len(came) + 3, came.shape[1] + 5), owner * spec.per_rank, np.int32)[
+            :, : came.shape[1]
+        ]
+        arrays["came"][: len(came)] = came
+        arrays["x"] = np.arange(6 * len(arrays["came"]), dtype=np.float32).reshape(-1, 6)[:, :5]
     if lost is not None:
         arrays["lost"] = lost
     specs = {name: spec_of(array) for name, array in arrays.items()}
@@ -156,18 +168,19 @@ def test_rows_compile_nothing(way: tuple[str, str]) -> None:
     placement, found = Placement.linear(32, 4), set()
     for rank, tokens in enumerate((64, 500, 8192)):
         spec = table_spec(way, placement, tokens, 4, 2 * tokens if way[0] == "padded" else None)
-        came, num_rows = ArraySpec((tokens, 8), "int32"), 3 * tokens
+        came, num_rows, counts = ArraySpec((tokens, 8), "int32"), 3 * tokens, ArraySpec((4, 10), "int32")
         if way[0] != "all_to_all":
             block = tokens if way[0] == "all_gather" else spec.block_rows
             came = ArraySpec((4, 8 + block * spec.width(4)), "int32")
             num_rows = 4 * (spec.block_rows if spec.by_slot else spec.back_rows)
-        header = None if way[0] == "all_to_all" else ArraySpec((8,), "int32")
+        header, counts = (None, counts) if way[0] == "all_to_all" else (ArraySpec((8,), "int32"), None)
         options = {"top_k": 4, "num_rows": num_rows, "num_tokens": tokens, "target": H200}
-        plan = plan_receive_tables(came=came, header=header, spec=spec, rank=rank, **options)
+        plan = plan_receive_tables(came=came, header=header, counts=counts, spec=spec, rank=rank, **options)
         for number, launch in enumerate(plan.steps):
             assert isinstance(launch, KernelLaunch)
             found.add((number, tuple((name, one) for name, one in launch.arguments if isinstance(one, Constant))))
-    assert len(found) == (1 if way[1] == "slots" else 2)
+    # Few counted rows need one launch alone.
+    assert len(found) == (1 if way[1] == "slots" else 2 + (way[0] == "all_to_all"))
 
 
 @pytest.mark.parametrize("fault", ["place", "weight", "header", "lost"])
@@ -197,6 +210,7 @@ def test_wrong_arguments() -> None:
         ({"came": ArraySpec((2, 21), "int32")}, r"came must have 8 \+ n \* 4 columns"),
         ({"came": ArraySpec((3, 20), "int32")}, r"came must be"),
         ({"header": None}, "header must be given unless mode='all_to_all'"),
+        ({"counts": header}, "counts must be given with mode='all_to_all'"),
         ({"num_rows": 5}, "num_rows must be 6"),
         ({"lost": ArraySpec((4,), "bool")}, "lost must be"),
         *(({name: value}, f"{name} must be") for name, value in (("rank", 2), ("rank", -1), ("top_k", 0))),

@@ -12,6 +12,7 @@ from moe_core.base.target import Target
 from moe_core.ops.reduction.reduce import plan_reduce
 from moe_core.ops.reduction.rowwise import plan_gather_rows
 from moe_core.ops.routing import reference as routing
+from moe_core.specs.exchange import packed_row
 from moe_core.specs.routing import LayoutSpec
 from tests.support.harness import engine_target, run_plan, spec_of
 
@@ -40,6 +41,12 @@ def test_rows_of_tokens(target: Target, dtype: str, options: dict[str, int]) -> 
         if slot >= 0:
             expected[row] = x[slot // K]
     assert found.tobytes() == expected.tobytes()
+    numbers = random.integers(-9, 9, (layout.capacity, 3)).astype(np.int32)
+    plan = plan_gather_rows(strided, *indices, layout, target, table=spec_of(numbers))
+    packed = run_plan(plan, {"x": x, "slot_of_row": slot_of_row, "table": numbers})["y"]
+    elements, first = packed_row(D, dtype, 3)
+    assert packed.shape[1] == elements and packed[:, :D].tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(packed.view(np.int32)[:, first : first + 3], numbers)
     plan = plan_reduce(spec_of(found), spec_of(row_of_slot), layout, target, order="row", out_dtype="float32")
     total = run_plan(plan, {"y": found, "row_of_slot": row_of_slot})["out"]
     placed = (row_of_slot >= 0).reshape(TOKENS, K)
@@ -57,6 +64,7 @@ def test_wrong_arguments() -> None:
         ({"slot_of_row": ArraySpec((5,), "int32")}, r"layout.slot_of_row must be \[111\], got \(5,\)"),
         ({"row_of_slot": ArraySpec((5,), "int32")}, r"layout.row_of_slot must be \[111\], got \(5,\)"),
         ({"wide": x}, "wide must be float32, got bfloat16"),
+        ({"table": ArraySpec((5, 3), "int32")}, r"table must be \[111, numbers\], got \(5, 3\)"),
         ({"wide": ArraySpec((TOKENS, D + 1), "float32")}, r"wide must be \[37, 72\], got \(37, 73\)"),
     ):
         given = {"x": x, "slot_of_row": slots, "row_of_slot": slots} | changes

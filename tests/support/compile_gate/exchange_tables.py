@@ -35,10 +35,12 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 yield plan_send_tables(operands, spec, 1, target)
             if counted and rows == "slots":
                 continue
-            came, num_rows = ArraySpec((tokens, spec.width(top_k)), "int32"), tokens
+            came, num_rows = ArraySpec((tokens, spec.width(top_k)), "int32", (64, 1)), tokens
             if not counted:
                 came = ArraySpec((ranks, 8 + tokens * spec.width(top_k)), "int32")
                 num_rows = ranks * (tokens if spec.by_slot else spec.back_rows)
             lost = ArraySpec((tokens,), "bool") if number % 2 and not counted else None
-            received = ReceiveOperands(came, None if counted else header, lost)
+            counts = ArraySpec((ranks, 10), "int32") if counted else None
+            x = ArraySpec((tokens, 96), "bfloat16", (128, 1)) if counted and number % 2 else None
+            received = ReceiveOperands(came, None if counted else header, lost, counts, x)
             yield plan_receive_tables(received, spec, 1, top_k, num_rows, tokens, target)

@@ -66,7 +66,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             weights = ArraySpec((tokens, 8), dtype)
             yield plan_layout(ArraySpec((tokens, 8), "int64"), layout, target, given_weights=weights, block_ms=(16,))
         slots = ArraySpec((layout.num_slots,), "int32")
-        yield plan_gather_rows(ArraySpec((tokens, 2880), "bfloat16"), slots, slots, layout, target)
+        for table in (None, ArraySpec((layout.num_slots, 8), "int32")):
+            yield plan_gather_rows(ArraySpec((tokens, 2880), "bfloat16"), slots, slots, layout, target, table=table)
         yield plan_schedule(layout, 64, target)
         for sources, stride in ((4, None), (8, tokens)):
             yield plan_layout_of_runs(ArraySpec((sources, 32), "int32"), sources * tokens, target, stride=stride)

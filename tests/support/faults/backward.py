@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("tl.where(here, weights, 0.0)", "weights"),
         OpFault("(gone > 0) | other", "gone > 0"),
         OpFault("placed = (local >= 0) & (number < most)", "placed = (local >= 0) & (number <= most - 2)"),
-        OpFault("before += tl.where(blocks < block, counts, 0)", "before += counts * 0"),
+        OpFault("before += tl.where(blocks < block, slots, 0)", "before += slots * 0"),
     ),
     "routing.kernels.rounding": (
         OpFault("more = rest > 0", "more = rest > 1"),

@@ -129,11 +129,11 @@ def expected_tables(sends: Sends) -> dict[str, np.ndarray]:
         return found | {"message": message, "slot_of_row": slot_of_row.reshape(-1)}
     went = np.concatenate(rows)
     most = ids.size if spec.by_slot else len(ids) * min(top_k, spec.num_ranks)
-    counts = [sent.group_sizes]
+    counts = sent.group_sizes.reshape(spec.num_ranks, -1)
     if not spec.by_slot:
-        counts.append(arithmetic.sends(owners, spec.num_ranks).group_sizes)
+        counts = np.stack([sent.group_sizes, arithmetic.sends(owners, spec.num_ranks).group_sizes], axis=1)
     return found | {
-        "message": np.concatenate([HEADER, *counts]),
+        "message": np.concatenate([np.tile(HEADER, (spec.num_ranks, 1)), counts], axis=1),
         "slot_of_row": np.pad(went, (0, most - len(went)), constant_values=-1),
         "table": np.concatenate(beside)[:, -spec.width(top_k) :],
     }

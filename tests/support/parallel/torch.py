@@ -101,7 +101,7 @@ def broken(fault: str | None) -> Iterator[None]:
         "wrong_rows": (routes._Planner, "tables"),
         "other_owner": (routes, "placement_tables"),
         "permuted_weights": (routes._Planner, "received"),
-        "counts_off_by_one": (routes, "rows_by_pair"),
+        "counts_off_by_one": (routes.Counted, "counted"),
         "slots_not_in_order": (function.Combine, "forward"),
         "gradient_not_returned": (routes.CollectiveRoutes, "start_pull"),
         "output_gradient_of_another": (routes.CollectiveRoutes, "start_push"),
@@ -110,8 +110,9 @@ def broken(fault: str | None) -> Iterator[None]:
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         if fault == "counts_off_by_one":
-            counts, *rest = arguments
-            return real(np.roll(counts, 1, axis=1), *rest)
+            own, tables, counts, *rest = arguments
+            head, behind = counts.tensor_split([routes._HEADER], dim=-1)
+            return real(own, tables, torch.cat([head, (behind - 1).clamp(min=0)], -1), *rest)
         if fault == "slots_not_in_order":
             ctx, at_home, *rest = arguments
             order = at_home.at_home.row_of_slot.view(at_home.plan.tokens, -1).flip(1).reshape(-1)

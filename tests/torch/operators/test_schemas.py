@@ -210,7 +210,7 @@ push_tokens_once(Tensor? x, Tensor ids, Tensor weights, Tensor header, Tensor? p
     Tensor(a!)? memory, str options) -> Tensor[]
 result_addresses(Tensor sources, Tensor group_start, Tensor slots_at, str options) -> Tensor
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
-receive_tables(Tensor came, Tensor? header, Tensor? lost, str options) -> Tensor[]
+receive_tables(Tensor came, Tensor? header, Tensor? lost, Tensor? counts, Tensor? x, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor
@@ -229,7 +229,7 @@ sum_results(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor
     shared_gate, Tensor(a!)? memory, str options) -> Tensor
 sum_results_into(Tensor y, Tensor row_of_slot, Tensor? headers, Tensor? agree, Tensor? wanted, Tensor? shared,
     Tensor? shared_gate, Tensor(a!)? out, Tensor(b!)? memory, str options) -> ()
-take_rows(Tensor slot_of_row, Tensor x, str options) -> Tensor
+take_rows(Tensor slot_of_row, Tensor x, Tensor? table, str options) -> Tensor
 unpack_bitmatrix(Tensor bitmatrix, str options) -> Tensor
 watched(Tensor(a!) counts, Tensor(b!) sums, Tensor? ids, Tensor? tokens_per_expert, Tensor? logits, Tensor? token_mask,
     Tensor? overflow, int number) -> ()

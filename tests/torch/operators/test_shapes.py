@@ -59,11 +59,13 @@ def send_tables(*sizes: Any) -> Any:
 
 def receive_tables(mode: str, rows: str, *came: int) -> Any:
     spec = TableSpec(mode, rows, 2, 3, E, *(() if mode == "all_to_all" else (3, 7)))
-    header = None if mode == "all_to_all" else ones(8, dtype=torch.int32)
+    header, counts, x = ones(8, dtype=torch.int32), None, None
+    if mode == "all_to_all":
+        header, counts, x = None, ones(2, 10, dtype=torch.int32), ones(came[0], D)
     count = 11 if mode == "all_to_all" else 6 if rows == "slots" else 14
     tables = routes.RECEIVE_TABLES.call(
-        came=ones(*came, dtype=torch.int32), header=header, lost=None, spec=spec, rank=0, top_k=K, num_rows=count,
-        num_tokens=T,
+        came=ones(*came, dtype=torch.int32), header=header, lost=None, counts=counts, x=x, spec=spec, rank=0, top_k=K,
+        num_rows=count, num_tokens=T,
     )  # fmt: skip
     return tuple(tables)
 
@@ -80,7 +82,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "make_layout": lambda: tuple(vars(layout()).values()),
     "gather_rows": lambda: ops.gather_rows(ones(T, D), layout()),
     "quantize_rows": lambda: ops.quantize_rows(ones(T, 64), ops.format_named("fp8_token")),
-    "take_rows": lambda: routes.TAKE_ROWS.call(x=ones(T, D), slot_of_row=ids().view(-1), each=K),
+    "take_rows": lambda: routes.TAKE_ROWS.call(x=ones(T, D), slot_of_row=ids().view(-1), table=None, each=K),
+    "take_rows and numbers": lambda: routes.TAKE_ROWS.call(
+        x=ones(T, D), slot_of_row=ids()[:, 0].contiguous(), table=ids(), each=K
+    ),
     **{f"send_tables {sizes}": lambda sizes=sizes: send_tables(*sizes) for sizes in SENT},
     **{f"receive_tables {sizes}": lambda sizes=sizes: receive_tables(*sizes) for sizes in RECEIVED},
     "moe of logits": lambda: moe(moe_torch.RouterLogits(ones(T, E, dtype=torch.float32)), moe_torch.RouterSpec(K)),

@@ -231,8 +231,10 @@ def send_tables(case: Any, given: Mapping[str, Any], rank: int) -> Sent:
         tables["message"], tables["slot_of_row"] = torch.stack(blocks), _table(slot_of_row, W * size)
         return Sent(tables, went)
     counts = Counter(places)
-    told = [counts[place] for place in range(W * each)] if by_slot else [*map(len, going), *map(len, back)]
-    tables["message"] = torch.cat([header, _table(told, len(told))])
+    told = [counts[place] for place in range(W * each)]
+    if not by_slot:
+        told = [number for own in zip(map(len, going), map(len, back), strict=True) for number in own]
+    tables["message"] = torch.cat([header.expand(W, -1), _table(told, W, -1)], 1)
     flat = [slot for own in went for slot in own]
     most = len(places) if by_slot else len(ids) * min(K, W)
     tables["slot_of_row"] = _table(flat + [-1] * (most - len(flat)), most)

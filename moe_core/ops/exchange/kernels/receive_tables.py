@@ -7,9 +7,12 @@ from moe_core.ops.routing.kernels.schedule import fill
 
 
 @triton.jit
-def _local(came, source, row, inside, rank, columns, HEADER, LENGTH, WIDTH: tl.constexpr, PER_RANK: tl.constexpr):
+def _local(
+    came, source, row, inside, rank, columns, HEADER, LENGTH,
+    WIDTH: tl.constexpr, ROW: tl.constexpr, PER_RANK: tl.constexpr,
+):  # fmt: skip
     """Return local ids (-1: not here) and weights (0 there)."""
-    pointers = came + source.to(tl.int64) * LENGTH + HEADER + row * (2 * WIDTH) + columns
+    pointers = came + source.to(tl.int64) * LENGTH + HEADER + row.to(tl.int64) * ROW + columns
     place = tl.load(pointers, mask=inside, other=-1)
     ids = place - rank * PER_RANK
     here = (place >= 0) & (ids >= 0) & (ids < PER_RANK)
@@ -47,7 +50,7 @@ def receive_slots(
     length = HEADER + 2 * each.to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < each
-    local, weight = _local(came, source, rows, inside, rank, 0, HEADER, length, 1, PER_RANK)
+    local, weight = _local(came, source, rows, inside, rank, 0, HEADER, length, 1, 2, PER_RANK)
     tl.store(ids + source.to(tl.int64) * each + rows, local, mask=inside)
     tl.store(weights + source.to(tl.int64) * each + rows, weight, mask=inside)
     program = tl.program_id(0).to(tl.int64) * num_sources + source
@@ -58,63 +61,80 @@ def receive_slots(
 
 
 @triton.jit
+def _filled(counts, each, num_ranks, COUNT: tl.constexpr, RANKS: tl.constexpr):
+    """Return the rows that arrived, of memory for `each`. counts int32 `[W, COUNT + 2]`: at COUNT, those of a rank."""
+    filled = each.to(tl.int64)
+    if counts is not None:
+        ranks = tl.arange(0, RANKS)
+        told = tl.load(counts + ranks * (COUNT + 2) + COUNT, mask=ranks < num_ranks, other=0)
+        filled = tl.minimum(filled, tl.sum(told.to(tl.int64), axis=0))
+    return filled
+
+
+@triton.jit
 def count_received(
-    came, block_counts, each, block_rows, num_blocks, rank,
-    TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
+    came, counts, block_counts, each, block_rows, num_blocks, rank, num_ranks,
+    TOP_K: tl.constexpr, ROW: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COUNT: tl.constexpr,
+    RANKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """block_counts[source, b] = slots for experts here among block_rows rows of tokens."""
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
     columns = tl.arange(0, COLUMNS)[None, :]
-    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, each)
+    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, _filled(counts, each, num_ranks, COUNT, RANKS))
     count = tl.zeros((BLOCK_R, COLUMNS), tl.int32)
     for first in range(block.to(tl.int64) * block_rows, last, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)[:, None]
         inside = (rows < last) & (columns < TOP_K)
-        local, _ = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, PER_RANK)
+        local, _ = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, ROW, PER_RANK)
         count += (local >= 0).to(tl.int32)
     tl.store(block_counts + source * num_blocks + block, tl.sum(tl.sum(count, axis=1), axis=0))
 
 
 @triton.jit
 def place_received(
-    came, header, lost, block_counts, ids, weights, slot_of_row, spoilt, num_sources, each, block_rows, num_blocks,
-    num_tokens, rank, most, stride,
-    TOP_K: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
+    came, header, lost, counts, block_counts, ids, weights, slot_of_row, spoilt, num_sources, each, block_rows,
+    num_blocks, num_tokens, rank, num_ranks, most, stride,
+    TOP_K: tl.constexpr, ROW: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COUNT: tl.constexpr,
+    RANKS: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
     """Place slots for experts here in order, at most `most` per source, from source * stride on. came: as in
     `receive_slots`, with TOP_K places and then TOP_K weights for each row.
 
     Example, PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row
-    [1, 2, 3, -1].
+    [1, 2, 3, -1]. block_counts None: this is the only program.
     """
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
     before = tl.zeros((BLOCK_B,), tl.int32)
     total = tl.zeros((BLOCK_B,), tl.int32)
-    for first in range(0, num_blocks, BLOCK_B):
-        blocks = first + tl.arange(0, BLOCK_B)
-        counts = tl.load(block_counts + source * num_blocks + blocks, mask=blocks < num_blocks, other=0)
-        total += counts
-        before += tl.where(blocks < block, counts, 0)
+    if block_counts is not None:
+        for first in range(0, num_blocks, BLOCK_B):
+            blocks = first + tl.arange(0, BLOCK_B)
+            slots = tl.load(block_counts + source * num_blocks + blocks, mask=blocks < num_blocks, other=0)
+            total += slots
+            before += tl.where(blocks < block, slots, 0)
     ahead = tl.sum(before, axis=0)
     begin = source.to(tl.int64) * stride
     columns = tl.arange(0, COLUMNS)[None, :]
-    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, each)
+    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, _filled(counts, each, num_ranks, COUNT, RANKS))
     for first in range(block.to(tl.int64) * block_rows, last, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)[:, None]
         inside = (rows < last) & (columns < TOP_K)
-        local, weight = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, PER_RANK)
+        local, weight = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, ROW, PER_RANK)
         here = tl.reshape((local >= 0).to(tl.int32), (BLOCK_R * COLUMNS,))
         number = tl.reshape(ahead + tl.cumsum(here, axis=0) - here, (BLOCK_R, COLUMNS))
         placed = (local >= 0) & (number < most)
-        slots = (source.to(tl.int64) * each + rows) * TOP_K + columns
+        slot = (source.to(tl.int64) * each + rows) * TOP_K + columns
         tl.store(ids + begin + number, local, mask=placed)
         tl.store(weights + begin + number, weight, mask=placed)
-        tl.store(slot_of_row + begin + number, slots.to(tl.int32), mask=placed)
+        tl.store(slot_of_row + begin + number, slot.to(tl.int32), mask=placed)
         ahead += tl.sum(here, axis=0)
-    used = tl.minimum(tl.sum(total, axis=0), most)
+    used = ahead
+    if block_counts is not None:
+        used = tl.sum(total, axis=0)
+    used = tl.minimum(used, most)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_FILL
     offset = used + block.to(tl.int64) * BLOCK_FILL
     fill(ids + begin, offset, stride, step, BLOCK_FILL)

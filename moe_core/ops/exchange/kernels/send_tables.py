@@ -169,7 +169,8 @@ def place_sends(
             blocks = first + tl.arange(0, BLOCK_B)
             wrong += tl.load(block_invalid + blocks, mask=blocks < num_blocks, other=0)
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
-        _write_heads(header, message, sends, by_owner, num_ranks, block_rows, MODE, BY_SLOT, SENT, HEADER, WIDTH)
+        of_owners = sends, by_owner, num_ranks
+        _write_heads(header, message, *of_owners, block_rows, MODE, BY_SLOT, PER_RANK, SENT, HEADER, WIDTH)
         if BY_SLOT:
             tl.store(counted + ranks, _counted(went, rows - went, back, MODE), mask=is_rank)
         else:
@@ -254,7 +255,7 @@ def _counted(arrived, over, back, MODE: tl.constexpr):
 @triton.jit
 def _write_heads(
     header, message, sends, by_owner, num_ranks, block_rows, MODE: tl.constexpr, BY_SLOT: tl.constexpr,
-    SENT: tl.constexpr, HEADER: tl.constexpr, WIDTH: tl.constexpr,
+    PER_RANK: tl.constexpr, SENT: tl.constexpr, HEADER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     numbers = tl.arange(0, HEADER)
     head = tl.load(header + numbers)
@@ -262,14 +263,19 @@ def _write_heads(
         for owner in range(num_ranks):
             length = HEADER + block_rows.to(tl.int64) * WIDTH
             tl.store(message + owner * length + numbers, head)
-    else:
+    elif MODE == "all_gather":
         tl.store(message + numbers, head)
-    if MODE == "all_to_all":
+    else:
+        EACH: tl.constexpr = PER_RANK if BY_SLOT else 1
+        LENGTH: tl.constexpr = HEADER + (PER_RANK if BY_SLOT else 2)
+        for owner in range(num_ranks):
+            tl.store(message + owner * LENGTH + numbers, head)
         groups = tl.arange(0, sends.shape[0])
-        tl.store(message + HEADER + groups, sends, mask=groups < SENT)
+        words = message + groups // EACH * LENGTH + HEADER + groups % EACH
+        tl.store(words, sends, mask=groups < SENT)
         if not BY_SLOT:
             owners = tl.arange(0, by_owner.shape[0])
-            tl.store(message + HEADER + SENT + owners, by_owner, mask=owners < num_ranks)
+            tl.store(message + owners * LENGTH + HEADER + 1, by_owner, mask=owners < num_ranks)
 
 
 @triton.jit

@@ -65,10 +65,12 @@ def add(first, second, total, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_rows(
-    x, slot_of_row, y, num_rows, num_tokens,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, slot_of_row, table, y, num_rows, num_tokens,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, Y_STRIDE: tl.constexpr, NUMBERS: tl.constexpr,
+    Y_WORDS: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = x[slot_of_row[row] // TOP_K], zeros without a slot."""
+    """y[row] = x[slot_of_row[row] // TOP_K], zeros without a slot. table: int32 `[rows, NUMBERS]`, copied behind rows,
+    from word FIRST of Y_WORDS on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1)
@@ -76,7 +78,14 @@ def gather_rows(
     inside = (columns < WIDTH)[None, :]
     mask = ((slots >= 0) & (tokens < num_tokens))[:, None] & inside
     value = tl.load(x + tokens[:, None] * X_STRIDE + columns[None, :], mask=mask, other=0.0)
-    tl.store(y + rows[:, None] * WIDTH + columns[None, :], value, mask=(rows < num_rows)[:, None] & inside)
+    tl.store(y + rows[:, None] * Y_STRIDE + columns[None, :], value, mask=(rows < num_rows)[:, None] & inside)
+    if table is not None:
+        if tl.program_id(1) == 0:
+            words = tl.arange(0, COLUMNS)[None, :]
+            told = (rows < num_rows)[:, None] & (words < NUMBERS)
+            numbers = tl.load(table + rows[:, None] * NUMBERS + words, mask=told, other=0)
+            pointers = y.to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, None] * Y_WORDS + FIRST + words
+            tl.store(pointers, numbers, mask=told)
 
 
 @triton.jit
