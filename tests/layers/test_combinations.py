@@ -24,7 +24,7 @@ from tests.support.families import IS_EARLIER
 from tools.combinations import __main__ as command
 from tools.combinations import page, torch_ways
 from tools.combinations.cover import Cover, Row
-from tools.combinations.features import MODELS, WAYS, cover, factors, label, refused
+from tools.combinations.features import MODELS, WAYS, cover, factors, label, refused, rows
 
 EVERY = os.environ.get("MOEBIUS_COMBINATIONS") == "all"
 #: Blocks of earlier transformers may differ.
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 def rows_of(framework: str) -> list[tuple[Row, int]]:
     array = ARRAYS[framework]
-    rows = [(row, seed) for seed in range(4 if EVERY else 1) for row in array.rows(seed)]
+    found = [(row, seed) for seed in range(4 if EVERY else 1) for row in rows(framework, seed)]
     if EVERY:
         plain = {(name, values[0]) for name, values in factors(framework).items()}
         pairs = ([array.values[a], array.values[b]] for a, b in array.pairs())
-        rows += [(array.plainest(pair), 0) for pair in pairs if not plain & set(pair)]
-    return rows
+        found += [(array.plainest(pair), 0) for pair in pairs if not plain & set(pair)]
+    return found
 
 
 ROWS = [(framework, *row) for framework in ARRAYS for row in rows_of(framework)]
@@ -87,11 +87,11 @@ def test_three_together_that_were_wrong(values: dict[str, str]) -> None:
 @pytest.mark.parametrize("framework", ARRAYS)
 def test_rows_hold_every_pair(framework: str) -> None:
     array = ARRAYS[framework]
-    rows = array.rows()
-    held = {frozenset(pair) for row in rows for pair in itertools.combinations(row.items(), 2)}
+    every = rows(framework)
+    held = {frozenset(pair) for row in every for pair in itertools.combinations(row.items(), 2)}
     wanted = {frozenset((array.values[a], array.values[b])) for a, b in array.pairs()}
     assert held >= wanted and len(wanted) > (700 if framework == MODELS else 3000)
-    assert not [row for row in rows for values, _ in refused(framework) if set(values) <= set(row.items())]
+    assert not [row for row in every for values, _ in refused(framework) if set(values) <= set(row.items())]
 
 
 def test_a_pair_that_no_row_can_hold_is_an_error() -> None:

@@ -8,11 +8,11 @@ pytest.importorskip("torch")
 pytest.importorskip("peft", reason="adapters are PEFT's (pip install 'moebius[recipes]')")
 
 from moe_core.errors import InvalidInput, Unsupported
-from tools.combinations.features import GRAPHS, cover, label, refused
+from tools.combinations.features import GRAPHS, cover, label, refused, rows
 from tools.combinations.torch_ways import examine
 
 ARRAY = cover(GRAPHS)
-ROWS = ARRAY.rows()
+ROWS = rows(GRAPHS)
 RULES = [(ARRAY.plainest(values), text) for values, text in refused(GRAPHS) if ("trace", "capture") in values]
 RULES += [(ARRAY.plainest(values), text) for values, text in refused(GRAPHS) if ("trace", "replay") in values]
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]

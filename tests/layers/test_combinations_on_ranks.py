@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.parallel.pool import Pool, ranks
-from tools.combinations.features import RANKS, cover, label, refused
+from tools.combinations.features import RANKS, cover, label, refused, rows
 from tools.combinations.rank_ways import examine_all
 
 __all__ = ["ranks"]
 
 ARRAY = cover(RANKS)
-ROWS = ARRAY.rows()
+ROWS = rows(RANKS)
 _OF_GLOO = "Invalid scalar type"
 #: Rows of one call: all of them would be longer than the ranks may take.
 _TOGETHER = 4

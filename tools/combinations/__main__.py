@@ -13,7 +13,7 @@ import time
 
 from tools.combinations import page
 from tools.combinations.cover import Row
-from tools.combinations.features import WAYS, cover, label, refused
+from tools.combinations.features import WAYS, cover, label, refused, rows
 
 
 def complaints(framework: str, row: Row, pattern: str | None = None, seed: int = 0) -> list[str]:
@@ -36,15 +36,15 @@ def main() -> int:
     failures = 0
     for framework in [options.framework] if options.framework else WAYS:
         begin, array = time.monotonic(), cover(framework)
-        rows: list[tuple[Row, str | None]] = [(row, None) for row in array.rows()]
-        tests = len(rows)
-        rows += [(array.plainest(values), pattern) for values, pattern in refused(framework)]
-        for row, pattern in rows:
+        every: list[tuple[Row, str | None]] = [(row, None) for row in rows(framework)]
+        tests = len(every)
+        every += [(array.plainest(values), pattern) for values, pattern in refused(framework)]
+        for row, pattern in every:
             wrong = complaints(framework, row, pattern)
             failures += bool(wrong)
             print(*([f"{framework}, {label(row, framework)}: {wrong}"] if wrong else []), sep="\n", end="")
         seconds = time.monotonic() - begin
-        print(f"{framework}: {tests} rows, {len(array.pairs())} pairs, {len(rows) - tests} refusals, {seconds:.0f} s")
+        print(f"{framework}: {tests} rows, {len(array.pairs())} pairs, {len(every) - tests} refusals, {seconds:.0f} s")
     if options.write and not failures and not options.framework:
         page.write()
     return min(failures, 1)

@@ -68,7 +68,7 @@ class Cover:
 
     def rows(self, seed: int = 0) -> list[Row]:
         """Rows that hold every pair of `pairs`. Raises LookupError for a pair that no whole row can hold."""
-        rng, missing = random.Random(seed), [0] * len(self.values)
+        rng, missing, names = random.Random(seed), [0] * len(self.values), list(self.names)
         for a, b in self.pairs():
             missing[a] |= 1 << b
             missing[b] |= 1 << a
@@ -78,8 +78,8 @@ class Cover:
             second = (missing[first] & -missing[first]).bit_length() - 1
             start, tries = 1 << first | 1 << second, []
             for _ in range(_TRIES):
-                rng.shuffle(self.names)
-                row = self.completed(start, self.names, missing)
+                rng.shuffle(names)
+                row = self.completed(start, names, missing)
                 tries += [] if row is None else [row]
             if not tries:
                 raise LookupError(f"no row holds {self.values[first]} and {self.values[second]}: what refuses them?")

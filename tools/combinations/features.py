@@ -76,6 +76,7 @@ FIELDS: dict[str, dict[str, dict[str, Any]]] = {
     "losses": {"none": {}, "on": {"balance": 0.5, "z": 0.25}},
     "recompute": {"none": {}, "on": {"recompute": True}},
     "main_grad": {"none": {}, "on": {"main_grad": True}},
+    "LoRA": {"none": {}, "three slots": {"adapters": 3}},
 }  # fmt: skip
 #: How torch's layers are called, from the inside out.
 TORCH_WAYS: dict[str, tuple[str, ...]] = {
@@ -154,6 +155,11 @@ REFUSED: dict[str, list[Refused]] = {
         ("rounding=*, groups=*, scoring=softmax of the chosen", "token rounding takes .* without groups"),
         ("rounding=*, trace=replay ids", "token_rounding needs a trace with weights"),
         ("groups=*, router's input=sparse_mixer", _MIXER),
+        ("LoRA=*, quantised activations=*", "must be None (for experts with quantised activations|with lora)"),
+        *((f"LoRA=*, {name}", "(take|have) no adapters") for name in (
+            "latent=*", "norms=router", "norms=each expert", "capacity=*", "rounding=*", "router's input=*",
+            "expert_scale=*",
+        )),
         ("bias on scores=*, router's input=sparse_mixer", _MIXER),
         ("scoring=*, router's input=sparse_mixer", _MIXER),
         ("weight on input=*, router's input=sparse_mixer", _MIXER),
@@ -165,10 +171,13 @@ REFUSED: dict[str, list[Refused]] = {
         ("latent=*, main_grad=*", "main_grad must be left out beside a latent width"),
         ("norms=each expert, main_grad=*", "main_grad must be left out beside a norm of each expert's result"),
         ("main_grad=*, PEFT=*", "main_grad"),
+        ("checkpointing=*, compile=*, trace=replay ids", _CHECKPOINTS),
         ("main_grad=*, compile=*", "main_grad=True adds to buffers in place"),
         ("main_grad=*, export=*", "main_grad=True adds to buffers in place"),
         ("main_grad=*, autocast=*", "main_grad must be False under torch.autocast"),
         ("shared experts=*, hooks=*, main_grad=*", "layer.shared_experts must be without hooks and wrappers"),
+        ("LoRA=*, PEFT=*", "have no adapters"),
+        ("LoRA=*, hooks=*", "have no adapters"),
         ("PEFT=*, export=*", "down"),  # a KeyError of PEFT's, whose parametrisations cannot be exported
     ],
     "ranks": [
@@ -183,6 +192,8 @@ REFUSED: dict[str, list[Refused]] = {
         ("parallel=tensor, weight on input=*", "apply_router_weight_on_input cannot be had across ranks"),
         ("parallel=experts, main_grad=*", "main_grad cannot be had across ranks"),
         ("parallel=tensor, main_grad=*", "main_grad cannot be had across ranks"),
+        ("parallel=experts, LoRA=*", "lora cannot be had across ranks"),
+        ("parallel=tensor, LoRA=*", "lora cannot be had across ranks"),
         ("parallel=tensor, format=fp8 blocks", "tensor must leave whole groups of 128"),
         ("parallel=DDP, format=fp8 blocks", "Invalid scalar type"),  # of gloo, which broadcasts no fp8
     ],
@@ -196,6 +207,8 @@ REFUSED: dict[str, list[Refused]] = {
         ("expert_axis=*, dtype=float64", "float64 is not there for experts on several ranks"),
         ("expert_axis=*, rounding=*", "token_rounding is not there for"),
         ("layer=linen, qwix=*", r"layer\.quantize_experts\(variables"),
+        ("expert_axis=*, LoRA=*", "expert_axis must be None for a layer with adapters"),
+        ("stack=*, LoRA=*", "lora must be None for a stack|experts.layer_index must be None with lora"),
         ("dtype=float64, qwix=*", "float64 is not there beside quantised weights"),
     ],
     "graphs": [("trace=*", "captured into a CUDA graph")],
@@ -303,6 +316,15 @@ def rules(table: dict[str, list[Refused]], framework: str) -> list[Refused]:
 def cover(framework: str) -> Cover:
     combinations = [values for values, _ in refused(framework) + apart(framework)]
     return Cover(factors(framework), combinations)
+
+
+#: Seeds of the fewest rows, of the first 40.
+SEEDS = {"torch": 12, "jax": 2, RANKS: 7, MODELS: 2, GRAPHS: 14}
+
+
+def rows(framework: str, more: int = 0) -> list[Row]:
+    """A covering array. more: the number of another one."""
+    return cover(framework).rows(SEEDS[framework] + more)
 
 
 def label(row: Row, framework: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 import moe_torch
+from moe_core.specs.operands import LoRAFactors
 from moe_jax import layers, linen, nnx, trace
 from moe_jax.bridge.ffi import TARGET_NAME
 from moe_jax.parallel import ExpertAxis
@@ -32,11 +34,11 @@ from tools.combinations.replayed import Replayed
 from tools.fuzz import run, run_jax
 from tools.fuzz.case import Case
 from tools.fuzz.data import is_parameter
-from tools.fuzz.engines import OPS, call_arrays, layer_name, layer_spec, routed_ids, running_on, trained
+from tools.fuzz.engines import OPS, call_arrays, layer_name, layer_spec, lora_of, routed_ids, running_on, trained
 from tools.fuzz.judge import judge
 
 #: Arrays with one row for each token.
-_BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "replayed", "replayed weights")
+_BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "adapter_ids", "replayed", "replayed weights")
 _DEVICES = 4
 #: Gradients of what every device has.
 _SUMMED = ("d routing.", "d shared.", "d before.", "d after.", "d output.")
@@ -50,7 +52,9 @@ def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
     arrays = replayed.draw()
     given = call_arrays(arrays)
     tokens = {name: array for name, array in given.items() if name != "ids" or case.given_ids}
-    plain, layer = replayed.plain(arrays, given, engine)
+    plain, layer, replays = None, None, replayed.kind.startswith("replay")
+    if replays:  # else JAX comes first, so that its refusals are its own
+        plain, layer = replayed.plain(arrays, given, engine)
     if layer is not None:
         pairs = zip(("replayed", "replayed weights"), layer.arrays, strict=False)
         tokens |= dict(pairs)
@@ -60,6 +64,8 @@ def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
         found = _step(row, case, {name: run_jax.to_jax(array) for name, array in tokens.items()}, plain_matrices)
         found = {name: run_jax.to_torch(array, "cpu") for name, array in found.items() if array is not None}
     found.pop("overflow", None)
+    if not replays:
+        plain, _ = replayed.plain(arrays, given, engine)
     plain = found if plain is None else plain
     if "routed_ids" in plain:  # before the layer drops some
         with running_on(engine):
@@ -83,6 +89,10 @@ def examine(row: Row, engine: str = "reference", seed: int = 0) -> list[str]:
     for name in replayed.own:
         plain.pop(name, None)
         found.pop(name, None)
+    if not row["vmap"] == row["shard_map"] == "none":  # BLAS adds up a few rows in another order than many
+        for name in [name for name in plain if name.startswith("d lora.")]:
+            plain.pop(name)
+            found.pop(name)
     if layer is not None:  # one operator rounds these once
         for name in ("d x", "d gate_inputs", "d routing.weight"):
             plain.pop(name, None)
@@ -174,16 +184,19 @@ def _layer(row: Row, case: Case, given: dict[str, Any], unquantised: dict[str, A
     num_layers = None if row["stack"] == "none" else 2
     axis = None if row["expert_axis"] == "none" else "ep"
     options: dict[str, Any] = {"dtype": dtype, "num_layers": num_layers, "expert_axis": axis}
+    lora = lora_of(case)
     if row["layer"] == "nnx":
         held: Any = flax_nnx.eval_shape(
-            lambda: nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0), param_dtype=dtype, **options)
+            lambda: nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0), param_dtype=dtype, lora=lora, **options)
         )
     elif row["layer"] == "linen":
-        held = linen.MoE.from_spec(spec, param_dtype=dtype, **options)
+        held = linen.MoE.from_spec(spec, param_dtype=dtype, lora=lora, **options)
     every = layers.leaves(spec, num_layers)
 
-    def filled(layer: Any, tree: Any, every: Any) -> Any:
+    def filled(layer: Any, tree: Any, every: Any, factors: Any = types.MappingProxyType({})) -> Any:
         layer = flax_nnx.clone(layer)
+        for name, one in factors.items():
+            getattr(layer.lora, name).set_value(one)
         for leaf in every:
             functools.reduce(getattr, leaf.path, layer).set_value(layers.find(tree, leaf.path))
         return layer
@@ -211,19 +224,25 @@ def _layer(row: Row, case: Case, given: dict[str, Any], unquantised: dict[str, A
             array = functools.reduce(getattr, leaf.path, held).get_value()
             assert (array == layers.find(wanted, leaf.path)).all(), f"qwix has other codes of {leaf.path}"
         held.expert_axis = empty.expert_axis if axis is None else ExpertAxis.of(axis)
+        if lora is not None:
+            held.add_lora(lora, rngs=flax_nnx.Rngs(0))
 
     def model(given: dict[str, Any], tokens: dict[str, Any], layer_index: Any = None) -> dict[str, Any]:
         tree = tree_of(given, every)
         routed = {"gate_inputs": tokens.get("gate_inputs"), "expert_ids": tokens.get("ids")}
-        routed["input_ids"] = tokens.get("input_ids")
+        routed["input_ids"], adapter_ids = tokens.get("input_ids"), {"adapter_ids": tokens.get("adapter_ids")}
         more = {"token_mask": tokens.get("token_mask"), "layer_index": layer_index, "return_aux": True}
+        factors = {name[5:]: array for name, array in given.items() if name.startswith("lora.")}
         if row["layer"] == "functional":
             by, options = layers.RoutedBy(**routed), {"dtype": dtype, "expert_axis": axis}
+            if factors:
+                options["adapters"] = layers.Adapters(LoRAFactors(**factors), tokens.get("adapter_ids"))
             y, aux = layers.forward(tree, tokens["x"], spec, routed_by=by, **options, **more)
         elif row["layer"] == "nnx":
-            y, aux = filled(held, tree, every)(tokens["x"], **routed, **more)
+            y, aux = filled(held, tree, every, factors)(tokens["x"], **routed, **more, **adapter_ids)
         else:
-            y, aux = held.apply(held._variables(tree), tokens["x"], **routed, **more)
+            variables = held._variables(tree) | (linen._lora_collections(factors) if factors else {})
+            y, aux = held.apply(variables, tokens["x"], **routed, **more, **adapter_ids)
         return {name: array for name, array in ({"output": y} | aux._asdict()).items() if array is not None}
 
     return model

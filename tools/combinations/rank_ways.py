@@ -30,7 +30,7 @@ from tools.fuzz.engines import Results, call_arrays, layer_name, running_on, tra
 
 #: Units of the largest number that sums in another order, or rounded parts of them, may be apart.
 _APART = {"float32": 512, "float64": 512, "bfloat16": 16, "float16": 16}
-_BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "d_output", "d_weights")
+_BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "adapter_ids", "d_output", "d_weights")
 
 
 def examine_all(group: Any, rows: list[Row], seed: int = 0) -> list[str | list[str]]:
@@ -106,7 +106,8 @@ def _summed(array: torch.Tensor, group: Any) -> torch.Tensor:
 def _through(row: Row, layer: Any, group: Any) -> tuple[Any, Any]:
     """(the layer, a call of it) as the row says."""
     kind, call = row["parallel"], layer
-    layer.requires_grad_(True)
+    for name, one in layer.named_parameters():  # before any wrapper looks
+        one.requires_grad_(row["LoRA"] == "none" or name.startswith("lora."))
     if row["hooks"] != "none":
         layer.router.register_forward_hook(lambda *seen: None)
         layer.experts.register_forward_hook(lambda *seen: None)
@@ -132,6 +133,7 @@ def _step(case: Case, given: Mapping[str, Any], layer: Any, call: Any) -> Result
     """The outputs of one step by `backward`, and whole gradients."""
     leaves = {name: given[name].clone().requires_grad_(case.gradient) for name in ("x", "gate_inputs") if name in given}
     others = {"gate_inputs": leaves.get("gate_inputs"), "expert_ids": given.get("ids")}
+    others |= {name: given.get(name) for name in ("input_ids", "adapter_ids")}
     names = [name for name in trained(case, given) if is_parameter(name)] if case.gradient else []
     parameters = dict(layer.named_parameters())
     layer.requires_grad_(False)
@@ -142,7 +144,7 @@ def _step(case: Case, given: Mapping[str, Any], layer: Any, call: Any) -> Result
             if f"main_grad.{name}" in given:
                 parameters[layer_name(name)].main_grad = torch.zeros_like(given[name], dtype=torch.float32)
     with torch.set_grad_enabled(case.gradient):
-        y, aux = call(leaves["x"], given.get("token_mask"), **others, input_ids=given.get("input_ids"), return_aux=True)
+        y, aux = call(leaves["x"], given.get("token_mask"), **others, return_aux=True)
     found = {"output": y.detach(), "ids": aux.ids, "weights": aux.weights.detach(), "logits": aux.logits.detach()}
     if not case.gradient:
         return found

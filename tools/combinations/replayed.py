@@ -25,7 +25,12 @@ class Replayed:
             return
         self.base = dataclasses.replace(self.case, given_ids=True, table=0)
         # These take no ids from a caller, and a trace with weights has no ids of dropped slots.
-        if case.tile or case.mixer or (self.kind == "replay" and (case.capacity or case.kind == "moe")):
+        if (
+            case.tile
+            or case.mixer
+            or (case.adapters and case.kind == "layer")
+            or (self.kind == "replay" and (case.capacity or case.kind == "moe"))
+        ):
             self.base = self.case
         if case.table:
             self.own += ("invalid_ids",)

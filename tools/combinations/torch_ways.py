@@ -211,9 +211,9 @@ def _differences(row: Row, plain: Results, found: Results, active: torch.Tensor 
     """Complaints about results that are not the plain layer's. active: tokens whose logits count."""
     if active is not None:
         plain, found = ({**one, "logits": one["logits"][active]} for one in (plain, found))
-    others = {name for name in found.keys() ^ plain.keys() if "lora" not in name and name != "routed_ids"}
+    others = {name for name in found.keys() ^ plain.keys() if "lora_" not in name and name != "routed_ids"}
     wrong = [f"only one returns {sorted(others)}"] if others else []
-    adapted = {name: array for name, array in found.items() if "lora" in name}
+    adapted = {name: array for name, array in found.items() if "lora_" in name}
     if row["PEFT"] != "none":
         wrong += [f"{name}: no gradient" for name, array in adapted.items() if not array.any()]
     first = {name: array.to(found[name].dtype).to(array.dtype) for name, array in plain.items() if name in found}

@@ -64,7 +64,9 @@ class Case:
     has its place, by stores and loads, else the tables that they go by; by_token: a token goes to a rank once; bound:
     of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many as
     wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding, 0 = none;
-    rounding: its mode; candidates: 0 = the default. adapters: slots of LoRA, 0 = none; shared_factors: by all experts.
+    rounding: its mode; candidates: 0 = the default. adapters: slots of LoRA factors, 0 = none: one serves
+    all tokens of a layer and is trained with all else, several are chosen by ids and trained alone. shared_factors: by
+    all experts.
     """
 
     kind: str = "moe"
@@ -273,20 +275,12 @@ def why_illegal(case: Case) -> str | None:
         and (case.kind not in ("moe", "layout") or case.source != "ids" or case.ids_dtype not in ID_DTYPES),
         "16-bit weights are given ones": case.router_weight_dtype != "float32"
         and (
-            (case.kind, case.source) != ("moe", "ids")
-            or case.dtype == "float64"
+            (case.kind, case.source, case.dtype == "float64") != ("moe", "ids", False)
             or case.router_weight_dtype not in ROUTER_WEIGHT_DTYPES
         ),
         "ids come from one place": case.given_ids and case.table > 0,
         "a mixer chooses two by logits alone": case.mixer != 0
-        and (
-            case.K != 2
-            or _has_rules(case)
-            or case.correction_bias
-            or case.capacity != 0
-            or case.given_ids
-            or case.table > 0
-        ),
+        and any((case.K != 2, _has_rules(case), case.correction_bias, case.capacity, case.given_ids, case.table)),
         "TF32 is of plain float32": case.tf32
         and (case.dtype != "float32" or bool(case.weights) or case.kind not in ("moe", "layer", "stages")),
         "main_grad is of trained matrices": case.main_grad
@@ -324,14 +318,9 @@ def why_illegal(case: Case) -> str | None:
         "no experts in these": case.kind in ("route", "layout") and (case.bias or case.D != 1 or case.F != 1),
         "masked float64": case.kind == "layout" and case.dtype != "float32",
         "distinct ids for route": case.kind == "route" and case.source == "ids" and case.num_groups > 1,
-        "no adapters to share factors": case.shared_factors and case.adapters == 0,
-        "adapters are of plain forwards of moe": case.adapters > 0
-        and (
-            (case.kind, case.packs, case.stack, case.activations, case.dtype == "float64") != ("moe", 1, 0, "", False)
-            or case.prepacked
-            or case.gradient
-        ),
         "token rounding": _not_rounded(case) is not None,
+        "no adapters to share factors": case.shared_factors and case.adapters == 0,
+        "adapters are of experts in one op": case.adapters > 0 and _not_adapted(case),
         "exchanges alone have these": case.kind != "exchange" and has_any(case, [*EXCHANGE_FIELDS]),
     }
     if case.kind == "exchange":
@@ -369,6 +358,12 @@ def _not_rounded(case: Case) -> str | None:
     columns = not case.candidates or (case.rounding != "down" and case.K <= case.candidates <= case.E)
     fits = case.tile % 16 == 0 and case.T not in range(1, case.tile) and bool(case.rounding)
     return None if plain and rule and columns and fits else "not what rounding takes"
+
+
+def _not_adapted(case: Case) -> bool:
+    apart = ("between", "capacity", "tile", "router_norm", "expert_scale", "gate_inputs", "given_ids", "table", "mixer")
+    apart += ("activations", "stack", "prepacked", "main_grad")
+    return case.kind not in ("moe", "layer") or case.packs > 1 or any(getattr(case, name) for name in apart)
 
 
 def _has_rules(case: Case) -> bool:

@@ -227,12 +227,17 @@ def _draw_experts(draw: Draw, case: Case, arrays: Arrays) -> None:
 
 def _draw_adapters(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
     """Slots of every rank up to 16, some empty; entries behind a rank hold numbers. Some ids name no adapter."""
-    by_expert, count = (case.adapters, case.E), 1 if case.shared_factors else case.E
+    by_expert, alone = (case.adapters, case.E), case.kind == "layer" and case.adapters == 1
+    count = 1 if case.shared_factors else case.E
     for name, sides in {"a1": (case.D, 16), "b1": (16, case.width), "a2": (case.F, 16), "b2": (16, case.D)}.items():
         plain[f"lora.{name}"] = draw.normal(case.adapters, count, *sides, rms=sides[0] ** -0.5)
-    ranks = draw.integers(-2, 17, *by_expert).clamp(min=0)
-    plain["lora.scale"], plain["lora.ranks"] = draw.uniform(*by_expert) + 0.25, ranks.to(torch.int32)
-    plain["adapter_ids"] = draw.integers(-2, case.adapters + 1, case.T).to(torch.int32)
+    scale, ranks = draw.uniform(*by_expert) + 0.25, draw.integers(-2, 17, *by_expert).clamp(min=int(alone))
+    if case.adapters > 2:
+        ranks[1] = 0
+    plain["lora.scale"] = scale.double() if case.dtype == "float64" else scale
+    plain["lora.ranks"] = ranks.to(torch.int32)
+    if not alone:
+        plain["adapter_ids"] = draw.integers(-2, case.adapters + 1, case.T).to(torch.int32)
 
 
 def _draw_around(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
@@ -261,7 +266,7 @@ def _layers(case: Case) -> tuple[int, ...]:
 
 def is_parameter(name: str) -> bool:
     """Whether an array is a layer's own."""
-    parts = ("experts.", "shared.", "routing.", "before.", "after.", "output.")
+    parts = ("experts.", "shared.", "routing.", "before.", "after.", "output.", "lora.")
     return name.startswith(parts) or name == "correction_bias"
 
 

@@ -169,8 +169,8 @@ def _attempt(rng: random.Random, engine: str) -> Case:
             case = dataclasses.replace(case, main_grad=True)
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
-    if kind == "moe" and rng.random() < 0.2:
-        off = {"gradient": False, "recompute": False, "main_grad": False, "prepacked": False}
+    if kind in ("moe", "layer") and rng.random() < 0.2:
+        off = {"main_grad": False, "prepacked": False}
         adapted = dataclasses.replace(case, adapters=rng.choice((1, 2, 5)), shared_factors=rng.random() < 0.2, **off)
         return adapted if why_illegal(adapted) is None else case
     if kind == "layer" and rng.random() < 0.1:

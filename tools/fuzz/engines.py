@@ -12,7 +12,7 @@ import torch
 
 import moe_torch
 from moe_core.formats import QuantizedSpec, QuantizedTensor, Scheme, format_named
-from moe_core.layers import ExpertsSpec, LayerWeights, MoELayerSpec, SharedExpertsSpec, Storage
+from moe_core.layers import ExpertsSpec, LayerWeights, LoRA, MoELayerSpec, SharedExpertsSpec, Storage
 from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
@@ -132,6 +132,11 @@ def layer_spec(case: Case) -> MoELayerSpec:
     )
 
 
+def lora_of(case: Case) -> LoRA | None:
+    """The options of a layer's adapters."""
+    return LoRA(3, max_rank=16, slots=case.adapters, shared=case.shared_factors) if case.adapters else None
+
+
 def storage_of(case: Case) -> Storage:
     return Storage(case.weight_layout, case.gate_layout, case.router_layout)
 
@@ -193,9 +198,15 @@ def trained(case: Case, names: Mapping[str, Any]) -> list[str]:
     incoming gradient."""
     if case.kind in ("route", "norm"):
         return ["logits"] if case.kind == "route" else ["x", "weight"]
-    no = ("correction_bias", "experts.layer_index", "routing.table")
-    plain = (name for name in names if name in _TRAINED or is_parameter(name))
+    no = ("correction_bias", "experts.layer_index", "routing.table", "lora.scale", "lora.ranks")
+    plain = (name for name in names if is_trained(case, name))
     return [name for name in plain if name not in no and not name.endswith((".values", ".scales", ".zero_points"))]
+
+
+def is_trained(case: Case, name: str) -> bool:
+    """Whether an array may have a gradient: beside several adapters all other parameters are frozen."""
+    frozen = case.adapters > 1 and is_parameter(name) and not name.startswith("lora.")
+    return not frozen and (name in _TRAINED or is_parameter(name))
 
 
 def run_moe(case: Case, ops: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,5 +322,5 @@ def layer_name(name: str) -> str:
 
 def layer_weights(case: Case, arrays: Mapping[str, Any]) -> LayerWeights:
     """NumPy arrays as the canonical weights of the case's layer."""
-    named = {layer_name(name): array for name, array in arrays.items() if is_parameter(name)}
+    named = {layer_name(n): one for n, one in arrays.items() if is_parameter(n) and not n.startswith("lora.")}
     return LayerWeights.from_named(named, layer_spec(case), storage_of(case))

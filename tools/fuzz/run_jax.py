@@ -12,6 +12,7 @@ import torch
 
 import moe_jax
 import moe_torch
+from moe_core.specs.operands import LoRAFactors
 from moe_jax import layers
 from tools.fuzz.case import Case
 from tools.fuzz.data import is_parameter
@@ -104,6 +105,9 @@ def _layer(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"token_mask": arrays.get("token_mask")}
     options["routed_by"] = layers.RoutedBy(arrays.get("gate_inputs"), arrays.get("ids"), arrays.get("input_ids"))
     options["layer_index"] = arrays.get("experts.layer_index")
+    if case.adapters:
+        factors = LoRAFactors(**{name[5:]: array for name, array in arrays.items() if name.startswith("lora.")})
+        options["adapters"] = layers.Adapters(factors, arrays.get("adapter_ids"))
     y, aux = layers.forward(tree, arrays["x"], spec, dtype=dtype, return_aux=True, **options)
     found = {"output": y} | aux._asdict()
     if case.capacity or case.tile:

@@ -19,6 +19,7 @@ from tools.fuzz.engines import (
     layer_name,
     layer_spec,
     layer_weights,
+    lora_of,
     routed_ids,
     running_on,
     trained,
@@ -93,7 +94,7 @@ def _gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]], inputs: Mapping[s
 def layer_of(case: Case, arrays: Mapping[str, torch.Tensor]) -> Any:
     """The layer of a case with its weights, frozen."""
     layer = moe_torch.MoE.from_spec(layer_spec(case), device=arrays["x"].device, dtype=getattr(torch, case.dtype))
-    own = {name: array for name, array in arrays.items() if is_parameter(name)}
+    own = {name: array for name, array in arrays.items() if is_parameter(name) and not name.startswith("lora.")}
     if case.dtype == "float64":  # which LayerWeights do not hold
         for name, tensor in {**dict(layer.named_parameters()), **dict(layer.named_buffers())}.items():
             given = next(array for field, array in own.items() if layer_name(field) == name)
@@ -101,6 +102,10 @@ def layer_of(case: Case, arrays: Mapping[str, torch.Tensor]) -> Any:
             tensor.data.copy_(given.T if is_turned else given)
     else:
         layer.load_weights(layer_weights(case, {name: _to_numpy(array) for name, array in own.items()}))
+    if lora := lora_of(case):
+        slots = layer.add_lora(lora)
+        for name, tensor in {**slots.present(), "scale": slots.scale, "ranks": slots.ranks}.items():
+            tensor.data.copy_(arrays[f"lora.{name}"])
     return layer.requires_grad_(False)
 
 
@@ -115,7 +120,7 @@ def step(
     rows = {name: arrays[name].clone() for name in ("x", "gate_inputs") if name in arrays}
     rows = {name: own.requires_grad_(case.gradient) for name, own in rows.items()}
     others = {"gate_inputs": rows.get("gate_inputs"), "expert_ids": arrays.get("ids")}
-    others["input_ids"] = arrays.get("input_ids")
+    others |= {name: arrays.get(name) for name in ("input_ids", "adapter_ids")}
     names = [name for name in trained(case, arrays) if is_parameter(name)] if case.gradient else []
     wanted = {name: parameters[layer_name(name)].requires_grad_() for name in names} | dict(more)
     give_main_grads(wanted, arrays)
@@ -128,6 +133,6 @@ def step(
                 pairs += [(loss, torch.full_like(loss, factor))] if factor else []
             pairs = [pair for pair in pairs if pair[0].requires_grad]
             found |= _gradients(pairs, rows | wanted)
-            if case.router_layout == "in_out":  # torch stores [E, D]
+            if case.router_layout == "in_out" and "d routing.weight" in found:  # torch stores [E, D]
                 found["d routing.weight"] = found["d routing.weight"].T.contiguous()
     return found

@@ -5,11 +5,13 @@ A test holds them, in float64 and so without rounding, to differences of the ora
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 
 from tools.fuzz.oracle.activations import activate, differentiate
+from tools.fuzz.oracle.adapters import Factors, factors_of, one_sum, rows_matmul
 from tools.fuzz.oracle.layer import (
     Expert,
     Given,
@@ -19,7 +21,6 @@ from tools.fuzz.oracle.layer import (
     expert_scales,
     pre_activation,
     router_rows,
-    rows_matmul,
     rule_of,
     shared_gate,
     sigmoid,
@@ -101,15 +102,29 @@ class Backward:
         if case.shared:
             self._shared()
 
-    def _mlp(self, rows: Real, expert: Expert, index: Tensor, token: Tensor, w: Real, shared: bool) -> dict[str, Real]:
+    def _mlp(
+        self,
+        rows: Real,
+        expert: Expert,
+        index: Tensor,
+        token: Tensor,
+        w: Real,
+        shared: bool,
+        factors: Factors | None = None,
+    ) -> dict[str, Real]:
         """The equations of slots: rows of x, their experts, tokens and weights [R, 1]."""
         case, machine = self.case, self.machine
-        gate, up = pre_activation(rows, expert, index, machine, machine.kind())
-        gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
+        gate, up = pre_activation(rows, expert, index, machine, machine.kind(), factors)
         rule = rule_of(case, shared)
+        made = activate(rule, gate, up).cast(case.dtype)  # by the forward, whose activation takes sums
+        gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
         h = activate(rule, gate, up)
         d_out = self.d_out.map(lambda part: part[token])
-        z = transposed(d_out, expert.down, index, machine).either(case.dtype)
+        if factors is None:
+            z = transposed(d_out, expert.down, index, machine).either(case.dtype)
+        else:
+            t2, down = factors.low(d_out, factors.b2.transpose(1, 2)), expert.down[index].transpose(1, 2)
+            z = one_sum(d_out, down, t2, factors.a2.transpose(1, 2), machine.kind()).either(case.dtype)
         d_w = (z * h).sum(1, True, "truncated")
         if expert.down_bias is not None:
             d_w = d_w + (d_out * machine.exact(expert.down_bias[index])).sum(1, True, "truncated")
@@ -126,6 +141,9 @@ class Backward:
         d_gate = (by_gate * wz).cast(case.dtype)
         d_up = None if by_up is None else (by_up * wz).cast(case.dtype)
         d_slot = self._to_inputs(d_gate, d_up, expert, index)
+        if factors is not None:
+            t1 = factors.t1(d_gate, d_up)
+            d_slot = d_slot + rows_matmul(t1, machine.exact(factors.a1.transpose(1, 2)), machine.kind())
         hidden = (wide * h).cast(case.dtype)
         found = {"d_w": d_w, "d_slot": d_slot.cast(case.dtype)}
         count, kind = expert.gate.shape[0], machine.kind()
@@ -137,6 +155,17 @@ class Backward:
         if d_up is not None:
             found["up"] = outer_sum(rows, d_up, index, count, kind)
             found["up_bias"] = row_sum(d_up, index, count)
+        if factors is not None:
+            low1, low2 = factors.low(rows, factors.a1), factors.low(made, factors.a2)
+            low2 = (low2 * w.map(lambda part: part.expand_as(low2.value))).cast(case.dtype)
+            sides = {"a1": (rows, t1), "b1": (low1, _join_gate(d_gate, d_up, case))}
+            sides |= {"a2": (hidden, t2), "b2": (low2, d_out)}
+            if d_up is not None and case.gate_layout == "separate":
+                sides["b1"] = (low1, _join_gate(d_gate, d_up, dataclasses.replace(case, gate_layout="halves")))
+            for name, (left, right) in sides.items():
+                shape = self.given[f"lora.{name}"].shape
+                of_groups = outer_sum(left, right, factors.group, shape[0] * shape[1] + 1, kind).cast(case.dtype)
+                self.found[f"lora.{name}"] = of_groups.map(lambda part, shape=shape: part[:-1].reshape(shape))
         return found
 
     def _to_inputs(self, d_gate: Real, d_up: Real | None, expert: Expert, index: Tensor) -> Real:
@@ -178,15 +207,16 @@ class Backward:
         case, slots, machine = self.case, self.slots, self.machine
         expert = expert_of(case, self.given, "experts.", machine, case.dtype if case.weights else "")
         w = self.weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1))
+        factors = factors_of(case, self.given, slots, machine)
         rows = self.x.map(lambda part: part[slots.token])
         if case.on_input:
             rows = weighted_input(case, self.x, self.weights, slots)
             one = machine.exact(torch.ones_like(w.value))
-            found = self._mlp(rows, expert, slots.expert, slots.token, one, False)
+            found = self._mlp(rows, expert, slots.expert, slots.token, one, False, factors)
             found["d_w"] = (found["d_slot"] * self.x.map(lambda part: part[slots.token])).sum(1, True, "truncated")
             d_rows = found["d_slot"] * w.map(lambda part: part.expand_as(rows.value))
         else:
-            found = self._mlp(rows, expert, slots.expert, slots.token, w, False)
+            found = self._mlp(rows, expert, slots.expert, slots.token, w, False, factors)
             d_rows = found["d_slot"]
         self.keep("experts.", found)
         T, D = self.x.value.shape

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tools.fuzz.oracle.activations import DEFAULTS, Rule, activate
+from tools.fuzz.oracle.adapters import Factors, factors_of, one_sum, rows_matmul
 from tools.fuzz.oracle.formats import clamped, requantized
 from tools.fuzz.oracle.norm import norm_of, rms_norm
 from tools.fuzz.oracle.real import UNIT, Real, Tensor, rounded, share
@@ -170,9 +171,6 @@ def slots_of(case: Any, ids: Tensor, given: Given) -> Slots:
         active = given["token_mask"].bool()[:, None].expand_as(ids)
     known = (ids >= 0) & (ids < case.num_ids)
     invalid = int((active & ~known & (ids != -1)).sum())
-    if "adapter_ids" in given:
-        present = adapters_of(case, given).unsqueeze(1) == torch.arange(case.adapters, device=ids.device)
-        invalid += int((active[:, 0] & (given["adapter_ids"] != -1) & ~present.any(1)).sum())
     local = ids.clamp(0, case.num_ids - 1)
     if "expert_map" in given:
         local = given["expert_map"].long()[local]
@@ -195,50 +193,38 @@ def within_capacity(ids: Tensor, case: Any) -> Tensor:
     return torch.where((flat >= 0) & (place <= limit), flat, -1).reshape(ids.shape).to(ids.dtype)
 
 
-def rows_matmul(rows: Real, weight: Real, kind: str) -> Real:
-    """[R, n] by [R, n, N], every row by a matrix of its own."""
-    return rows.map(lambda part: part.unsqueeze(1)).matmul(weight, kind).map(lambda part: part.squeeze(1))
+Tail = tuple[Real, Tensor]
 
 
-def product(rows: Real, weight: Tensor, bias: Tensor | None, expert: Tensor, machine: Machine, kind: str) -> Real:
-    if weight.shape[0] == 1:
+def product(
+    rows: Real,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    machine: Machine,
+    kind: str,
+    tail: Tail | None = None,
+) -> Real:
+    """tail: what adapters add to the sum."""
+    if tail is not None:
+        result = one_sum(rows, weight[expert], *tail, kind)
+    elif weight.shape[0] == 1:
         result = rows.matmul(machine.exact(weight[0]), kind)
     else:
         result = rows_matmul(rows, machine.exact(weight[expert]), kind)
     return result if bias is None else machine.biased(result, bias[expert], weight.shape[1])
 
 
-def pre_activation(rows: Real, expert: Expert, index: Tensor, machine: Machine, kind: str) -> tuple[Real, Real | None]:
+def pre_activation(
+    rows: Real, expert: Expert, index: Tensor, machine: Machine, kind: str, factors: Factors | None = None
+) -> tuple[Real, Real | None]:
     """(gate, up) [R, F] in the working precision."""
-    gate = product(rows, expert.gate, expert.gate_bias, index, machine, kind)
-    return gate, None if expert.up is None else product(rows, expert.up, expert.up_bias, index, machine, kind)
-
-
-def adapters_of(case: Any, given: Given) -> Tensor:
-    """int64 [T]: each token's adapter, -1 for none, and for one that is not there or has no rank."""
-    ids = given["adapter_ids"].long()
-    inside = (ids >= 0) & (ids < case.adapters)
-    filled = (given["lora.ranks"] > 0).any(1)[ids.where(inside, 0)]
-    return ids.where(inside & filled, -1)
-
-
-def low_rank(case: Any, given: Given, number: int, rows: Real, slots: Slots, machine: Machine) -> Real:
-    """[R, N]: cast(scale (rows A)) B of each row's adapter and expert, zeros without one."""
-    adapter = adapters_of(case, given)[slots.token]
-    at, expert = adapter.clamp(min=0), torch.zeros_like(slots.expert) if case.shared_factors else slots.expert
-    ranks = given["lora.ranks"].long()[at, slots.expert].where(adapter >= 0, 0)
-    a, b = given[f"lora.a{number}"][at, expert], given[f"lora.b{number}"][at, expert]
-    kept = torch.arange(a.shape[2], device=at.device) < ranks[:, None]
-    low, scale = rows_matmul(rows, machine.exact(a), machine.kind()), given["lora.scale"][at, slots.expert]
-    low = (low * machine.exact(scale[:, None].expand_as(low.value))).where(kept).cast(case.dtype)
-    made = rows_matmul(low, machine.exact(b * kept[:, :, None]), machine.kind())
-    return made.where((ranks > 0)[:, None].expand_as(made.value))
-
-
-def in_one_sum(base: Real, low: Real, machine: Machine) -> Real:
-    """Up to 16 further terms of a sum: each addition is wrong by a part of what has been added."""
-    total = base + low
-    return total.own(total.value, total.error + share(17, machine.unit, machine.kind()) * base.value.abs())
+    tails: list[Tail | None] = [None, None]
+    if factors is not None:
+        low = factors.low(rows, factors.a1)
+        tails = [None if one is None else (low, one) for one in (factors.gate, factors.up)]
+    gate = product(rows, expert.gate, expert.gate_bias, index, machine, kind, tails[0])
+    return gate, None if expert.up is None else product(rows, expert.up, expert.up_bias, index, machine, kind, tails[1])
 
 
 def sigmoid(real: Real) -> Real:
@@ -269,22 +255,15 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
         rows = x.map(lambda part: part[slots.token])
     if case.activations:
         rows = _quantized(case, rows, given.get("experts.gate_up_input_scale"))
-    gate, up = pre_activation(rows, experts, slots.expert, machine, kind)
-    if case.adapters:
-        halves = dataclasses.replace(case, gate_layout="halves") if case.gate_layout == "separate" else case
-        first = low_rank(case, given, 1, rows, slots, machine)
-        parts = zip(split_gate(first.value, halves), split_gate(first.error, halves), strict=True)
-        low = [Real(value, error, first.unit) for value, error in parts if value is not None and error is not None]
-        gate = in_one_sum(gate, low[0], machine)
-        up = None if up is None else in_one_sum(up, low[1], machine)
+    factors = factors_of(case, given, slots, machine)
+    gate, up = pre_activation(rows, experts, slots.expert, machine, kind, factors)
     if case.kind == "stages":
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
     hidden = activate(rule_of(case), gate, up).cast(case.dtype)
     if case.activations:
         hidden = _quantized(case, hidden, given.get("experts.down_input_scale"))
-    made = product(hidden, experts.down, experts.down_bias, slots.expert, machine, kind)
-    if case.adapters:
-        made = in_one_sum(made, low_rank(case, given, 2, hidden, slots, machine), machine)
+    tail = None if factors is None else (factors.low(hidden, factors.a2), factors.b2)
+    made = product(hidden, experts.down, experts.down_bias, slots.expert, machine, kind, tail)
     if not case.on_input:
         made = made * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(made.value))
     made = made.cast(case.dtype)
