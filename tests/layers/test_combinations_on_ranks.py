@@ -1,4 +1,7 @@
-"""Features times features on two gloo ranks: DDP, FSDP2, experts and their columns on both."""
+"""Features times features on two gloo ranks: DDP, FSDP2, experts and their columns on both.
+
+Blocks of models run under `use` and with adapters of PEFT.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,12 @@ _OF_GLOO = "Invalid scalar type"
 #: Rows of one call: all of them would be longer than the ranks may take.
 _TOGETHER = 4
 
+#: Blocks of models: by, PEFT, parallel, and around it.
+BLOCKS = {
+    "mixtral": ["use none DDP", "use native DDP compile", "from_block native FSDP2 checkpointing"],
+    "gpt_oss": ["use none FSDP2 checkpointing", "use native FSDP2", "from_block native DDP"],
+}
+
 
 def on_ranks(pool: Pool, rows: list[dict[str, str]]) -> list[tuple[list[str] | str, ...]]:
     """What each rank says of each row."""
@@ -31,6 +40,23 @@ def test_rows_run_right(ranks: Pool, first: int) -> None:
     rows = ROWS[first : first + _TOGETHER]
     for row, told in zip(rows, on_ranks(ranks, rows), strict=True):
         assert told == ([], []), label(row, RANKS)
+
+
+def block(family: str, told: str) -> dict[str, str]:
+    by, adapters, parallel, *around = told.split()
+    more = {name: "on" if name in around else "none" for name in ("checkpointing", "compile")}
+    return {"family": family, "by": by, "PEFT": adapters, "parallel": parallel, **more}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_blocks_of_models(ranks: Pool, family: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft", reason="adapters are PEFT's (pip install 'moebius[recipes]')")
+    refused = [block(family, f"from_block native {kind}") for kind in ("experts", "tensor")]
+    rows = [block(family, told) for told in BLOCKS[family]]
+    *told, first, second = on_ranks(ranks, rows + refused)
+    assert told == [([], [])] * len(rows)
+    assert all("experts on several ranks take no adapters of PEFT" in one for one in (*first, *second)), (first, second)
 
 
 def test_combinations_are_refused_by_name(ranks: Pool) -> None:

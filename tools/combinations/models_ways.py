@@ -57,7 +57,7 @@ class Held(torch.nn.Module):
 
 
 @functools.cache
-def _tokens(family: str) -> torch.Tensor:
+def tokens(family: str) -> torch.Tensor:
     """x `[1, T, D]` of values that all dtypes hold."""
     generator = torch.Generator().manual_seed(3)
     width = _model(family).config.get_text_config().hidden_size
@@ -77,7 +77,7 @@ def _tokens(family: str) -> torch.Tensor:
 
 def _step(held: Held, call: Any, row: Row, wanted: Tensors) -> Tensors:
     """The output, and gradients of x and of `wanted`, or of what adds them up."""
-    x = _tokens(row["family"]).to(TORCH[row["dtype"]], copy=True).requires_grad_()
+    x = tokens(row["family"]).to(TORCH[row["dtype"]], copy=True).requires_grad_()
     more = {"mask": _mask()} if row["mask"] == "some" else {}
     y = call(x, **more)
     if more:  # experts that are shared still see the others
@@ -131,7 +131,7 @@ def _through(row: Row) -> tuple[Tensors, Tensors]:
     else:
         held.block = MoE.from_block(held.block, held.config, block_router=way == "block_router")
     wanted: dict[str, Any] = dict(held.named_parameters())
-    adapters = _adapt(held) if row["PEFT"] != "none" else {}
+    adapters = adapted(held) if row["PEFT"] != "none" else {}
     if row["hooks"] != "none":
         held.block.experts.register_forward_hook(lambda *seen: None)
     if option == "main_grad":
@@ -152,7 +152,7 @@ def _through(row: Row) -> tuple[Tensors, Tensors]:
     if row["checkpointing"] != "none":
         inner = call
         call = lambda x, **more: checkpoint(inner, x, use_reentrant=False, **more)  # noqa: E731
-    x = _tokens(row["family"]).to(TORCH[row["dtype"]])
+    x = tokens(row["family"]).to(TORCH[row["dtype"]])
     if row["export"] != "none":
         call = _exported(row, held, call)
     elif row["compile"] != "none":
@@ -176,7 +176,7 @@ def _through(row: Row) -> tuple[Tensors, Tensors]:
 
 
 def _exported(row: Row, held: Held, call: Callable[..., Any]) -> Any:
-    x, more = _tokens(row["family"]).to(TORCH[row["dtype"]]), {"mask": _mask()} if row["mask"] == "some" else {}
+    x, more = tokens(row["family"]).to(TORCH[row["dtype"]]), {"mask": _mask()} if row["mask"] == "some" else {}
     if row["checkpointing"] != "none":
         program = torch.nn.Module()
         program.held, program.forward = held, call
@@ -184,7 +184,7 @@ def _exported(row: Row, held: Held, call: Callable[..., Any]) -> Any:
     return torch.export.export(held, (x,), more).module()
 
 
-def _adapt(held: Held) -> dict[str, Any]:
+def adapted(held: Held) -> dict[str, Any]:
     """New adapters of the experts' matrices, which change nothing: B of each."""
     import peft
 

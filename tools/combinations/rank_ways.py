@@ -6,6 +6,7 @@ With experts or their columns on both ranks, outputs and gradients are the plain
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_torch import trace
+from moe_torch import MoE, trace
 from moe_torch.parallel import ExpertParallel, parallelize
 from tools.combinations.cover import Row
 from tools.combinations.features import case_of
@@ -34,11 +35,11 @@ _BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "adapter_ids"
 
 
 def examine_all(group: Any, rows: list[Row], seed: int = 0) -> list[str | list[str]]:
-    """What is wrong with each row on this rank, or what the library raised."""
+    """What is wrong with each row on this rank, or what the library raised. Rows of a family are its blocks."""
     found: list[str | list[str]] = []
     for row in rows:
         try:
-            found.append(examine(group, row, seed))
+            found.append(examine_block(group, row, seed) if "family" in row else examine(group, row, seed))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         dist.barrier(group)
@@ -80,7 +81,8 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     if captured is not None and not torch.equal(captured.ids, found["ids"]):
         wrong.append("captured ids are not the layer's")
     if shared_out:
-        for name in [name for name in found if is_parameter(name[2:]) and not name.startswith("d experts.")]:
+        held = ("d experts.", "d lora.")
+        for name in [name for name in found if is_parameter(name[2:]) and not name.startswith(held)]:
             found[name] = _summed(found[name].double(), group).to(found[name].dtype)
         for name, array in wanted.items():
             if name in ("output", "ids", "weights", "logits", "d x", "d gate_inputs"):
@@ -97,6 +99,48 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     return wrong + [text for name in wanted for text in _apart(name, wanted[name], found.get(name), share)]
 
 
+def examine_block(group: Any, row: Row, seed: int = 0) -> list[str]:
+    """A block of a model under `use`, or as a layer, with or without adapters of PEFT, on this rank's tokens."""
+    from moe_torch.peft import native
+    from moe_torch.transformers import use
+    from tools.combinations import models_ways
+
+    torch.manual_seed(seed)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    held = models_ways.Held(row["family"], "float32")
+    if row["by"] == "use":
+        use(held)
+    else:
+        held.block = MoE.from_block(held.block, held.config)
+    trained = dict(held.named_parameters())
+    if row["PEFT"] != "none":
+        for one in models_ways.adapted(held).values():
+            torch.nn.init.normal_(one)
+        native(held)
+        trained = {name: one for name, one in held.named_parameters() if "lora_" in name}
+    plain, x = copy.deepcopy(held), models_ways.tokens(row["family"])
+    flowing = torch.randn(x.shape)
+    here = slice(rank * x.shape[1] // ranks, (rank + 1) * x.shape[1] // ranks)
+
+    def step(held: Any, call: Any, here: slice) -> Results:
+        rows = x[:, here].clone().requires_grad_()
+        y = call(rows)
+        y.backward(flowing[:, here])
+        parameters: dict[str, Any] = dict(held.named_parameters())
+        gradients = {name: parameters[name].grad for name in trained if parameters[name].grad is not None}
+        whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in gradients.items()}
+        assert rows.grad is not None
+        return {"output": y.detach(), "d x": rows.grad, **{f"d {name}": one for name, one in whole.items()}}
+
+    with running_on("reference"):
+        wanted = step(plain, plain, slice(None))
+        found = step(held, _shared_out(row, held, group), here)
+    assert rank or wanted.keys() == found.keys()
+    of_rank = {name: one[:, here] if name in ("output", "d x") else one / ranks for name, one in wanted.items()}
+    share = _APART["float32"] * torch.finfo(torch.float32).eps
+    return [text for name in wanted for text in _apart(name, of_rank[name], found.get(name), share)]
+
+
 def _summed(array: torch.Tensor, group: Any) -> torch.Tensor:
     array = array.clone().contiguous()
     dist.all_reduce(array, group=group)
@@ -105,28 +149,34 @@ def _summed(array: torch.Tensor, group: Any) -> torch.Tensor:
 
 def _through(row: Row, layer: Any, group: Any) -> tuple[Any, Any]:
     """(the layer, a call of it) as the row says."""
-    kind, call = row["parallel"], layer
     for name, one in layer.named_parameters():  # before any wrapper looks
         one.requires_grad_(row["LoRA"] == "none" or name.startswith("lora."))
     if row["hooks"] != "none":
         layer.router.register_forward_hook(lambda *seen: None)
         layer.experts.register_forward_hook(lambda *seen: None)
+    return layer, _shared_out(row, layer, group)
+
+
+def _shared_out(row: Row, layer: Any, group: Any) -> Any:
+    """A call of a layer, or of a block, over the ranks."""
+    kind, call = row["parallel"], layer
     if kind == "DDP":
         call = DistributedDataParallel(layer, process_group=group)
     elif kind == "FSDP2":
         call = fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data",)))
     elif kind == "experts":
-        call = parallelize(layer, ExpertParallel(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+        call = parallelize(getattr(layer, "block", layer), ExpertParallel(mesh))
     elif kind == "tensor":
         mesh = init_device_mesh("cpu", (1, dist.get_world_size(group)), mesh_dim_names=("ep", "tp"))
-        call = parallelize(layer, ExpertParallel(mesh["ep"], tensor=mesh["tp"]))
+        call = parallelize(getattr(layer, "block", layer), ExpertParallel(mesh["ep"], tensor=mesh["tp"]))
     if row["checkpointing"] != "none":
         inner = call
         call = lambda *args, **options: checkpoint(inner, *args, use_reentrant=False, **options)  # noqa: E731
     if row["compile"] != "none":
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager")
-    return layer, call
+    return call
 
 
 def _step(case: Case, given: Mapping[str, Any], layer: Any, call: Any) -> Results:
@@ -156,7 +206,8 @@ def _step(case: Case, given: Mapping[str, Any], layer: Any, call: Any) -> Result
         one: Any = parameters[layer_name(name)]
         gradient = getattr(one, "main_grad", one.grad) if case.main_grad else one.grad
         if gradient is not None:
-            found[f"d {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            with torch.autocast("cpu", enabled=False):  # which gathers no float16
+                found[f"d {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return found
 
 
