@@ -210,6 +210,25 @@ def _adapters(name: str, change: Callable[[Any], Any]) -> Callable[[pytest.Monke
     )
 
 
+def _first_adapter(patch: pytest.MonkeyPatch) -> None:
+    plain = engines.OPS["moe"]
+
+    def fault(case: Case, ops: Any, arrays: Any) -> Any:
+        return plain(case, ops, {**arrays, "adapter_ids": arrays["adapter_ids"].clip(0)})
+
+    patch.setitem(engines.OPS, "moe", fault)
+
+
+def _neighbours_gradient(patch: pytest.MonkeyPatch) -> None:
+    plain = run_torch._gradients
+
+    def fault(*given: Any) -> Any:
+        found = plain(*given)
+        return found | {"d lora.b2": found["d lora.b2"].roll(1, 0)}
+
+    patch.setattr(run_torch, "_gradients", fault)
+
+
 MOE = "T=3 E=2 D=4 F=4"
 ADAPTED = "T=9 E=2 K=2 D=4 F=4 adapters=2"
 ROUNDED = "kind=route T=70 K=2 E=6 source=logits tile=16 seed=5"
@@ -220,6 +239,8 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "no norm of latent rows": (_no_latent_norm, "torch", f"{LAYER} latent=4 latent_norm=True"),
     "adapters without scale": (_adapters("scale", torch.ones_like), "torch", ADAPTED),
     "numbers behind a rank": (_adapters("ranks", lambda ranks: 16 * ranks.clamp(max=1)), "torch", ADAPTED),
+    "tokens without an adapter take the first": (_first_adapter, "jax", ADAPTED),
+    "the gradient of a neighbour's factor": (_neighbours_gradient, "torch", f"{ADAPTED} gradient=True"),
     "overwritten main_grad": (_overwritten_main_grad, "torch", f"{MOE} gradient=True main_grad=True"),
     "forgotten static scale": (
         _dropped("down_input_scale"), "torch", f"{MOE} weights=fp8_tensor activations=fp8_tensor static_scales=True"
