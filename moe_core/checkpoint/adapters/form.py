@@ -131,17 +131,21 @@ class AdapterBase:
 class Adapter:
     """A LoRA adapter of a model's experts.
 
+    base: of the experts, a `MoELayerSpec`, or a model's config as `layer_spec_from_config` takes it.
     layers: by the path of the experts' module, such as `model.layers.0.mlp.experts`. names: each product's parameter
     there, such as `gate_up_proj`. settings: adapter_config.json. others: tensors of the file that belong to other
     modules, unchanged.
     """
 
-    base: AdapterBase
+    base: Any
     layers: Mapping[str, ExpertAdapter]
-    settings: Mapping[str, Any]
-    packing: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    packing: str = "peft"
     names: Mapping[str, str] = field(default_factory=lambda: {"gate_up": "gate_up_proj", "down": "down_proj"})
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", AdapterBase.of(self.base))
 
     def path(self, layer: int | str) -> str:
         """The path of a layer by its number or path. Raises InvalidInput if the adapter has none."""
