@@ -6,8 +6,8 @@ their gradients are one more. vmap over plain experts is one call of `moe` with 
 router. Other vmaps run one call per element, in order.
 
 - CPU engine: chosen while tracing. `moe_jax.cpu_engine(kind)` makes jitted functions trace again.
-- Several devices: ops without a layout open a `jax.shard_map` over the rows of their first argument, with whole
-  weights. Call the others on local parts inside one. Elsewhere they raise Unsupported.
+- Several devices: ops open a `jax.shard_map` over the rows of their first argument, with whole weights. Rows that would
+  have to move raise Unsupported (docs/user/parallel-jax.md).
 - Derivatives: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`,
   `reduce`, `ragged_dot`, `ragged_dot_general` and `gmm` (docs/user/training.md). Other ops raise Unsupported, and so do
   forward mode and second derivatives with quantised weights.
@@ -80,6 +80,7 @@ from moe_jax.bridge.calls import (
     require_type,
     training_plans,
 )
+from moe_jax.bridge.layouts import on_every_device, over_slots, way_of_product, way_of_sum
 from moe_jax.bridge.mesh import over_rows
 from moe_jax.grouped import gmm, ragged_dot, ragged_dot_general
 from moe_jax.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
@@ -141,6 +142,7 @@ def route(
     return Routing(*run_stage(call, plan_routing, array, spec, **options))
 
 
+@on_every_device("reshard them, or round each device's tokens inside a jax.shard_map of your own", "token_mask")
 @noted
 def route_rounded(
     logits: Array,
@@ -172,16 +174,24 @@ def make_layout(
     checked: bool = False,
 ) -> RaggedLayout:
     """Group the slots of ids, integers `[T, K]`, by expert, as `moe_torch.make_layout`."""
-    call = OpCall("make_layout")
-    shape = require_spec("ids", call.array("ids", int32_ids(ids)), ("num_tokens", "top_k"), ID_DTYPES)
     require_flag("checked", checked)
-    layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, alignment, max_rows, rows)
-    map_spec, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
-    result = RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=map_spec, token_mask=mask))
+    sizes = (alignment, max_rows, rows)
+    result = _layout(ids, num_experts, expert_map=expert_map, token_mask=token_mask, sizes=sizes)
     if checked:
-        num_ids = layout.num_experts if expert_map is None else expert_map.shape[0]
+        num_ids = num_experts if expert_map is None else expert_map.shape[0]
         require_known_ids(on_host("make_layout", result.invalid_ids), num_ids)
     return result
+
+
+@on_every_device("reshard it", "ids", "expert_map", "token_mask")
+def _layout(
+    ids: Array, num_experts: int, *, expert_map: Array | None, token_mask: Array | None, sizes: tuple[Any, ...]
+) -> RaggedLayout:
+    call = OpCall("make_layout")
+    shape = require_spec("ids", call.array("ids", int32_ids(ids)), ("num_tokens", "top_k"), ID_DTYPES)
+    layout = LayoutSpec(shape.shape[0], shape.shape[1], num_experts, *sizes)
+    map_spec, mask = call.optional("expert_map", expert_map), call.optional("token_mask", token_mask)
+    return RaggedLayout(layout, *call.run(plan_layout, shape, layout, expert_map=map_spec, token_mask=mask))
 
 
 @over_rows("ids")
@@ -206,6 +216,7 @@ def unpack_bitmatrix(bitmatrix: Array, num_experts: int, top_k: int) -> jax.Arra
     return ids
 
 
+@over_slots(way_of_product, "gather by token or slot and scatter by slot, which moves none, or reshard it")
 def matmul_ogs(operands: MatmulOperands, layout: RaggedLayout | None, spec: MatmulSpec) -> jax.Array:
     """Multiply the rows of each expert with its weight: a ragged grouped matmul, as `moe_torch.matmul_ogs`."""
     call = OpCall("matmul_ogs")
@@ -232,6 +243,7 @@ def activation(x: Array, activation: Activation, *, up: Array | None = None, out
     return run_stage(call, plan_activation, rows, activation, up=other, out_dtype=dtype)[0]
 
 
+@over_slots(way_of_sum, "sum rows by slot, which moves none, or reshard it")
 def reduce(
     y: Array,
     layout: RaggedLayout,

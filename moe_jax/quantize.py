@@ -18,6 +18,7 @@ from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_jax.bridge.calls import Array, OpCall, require_type
+from moe_jax.bridge.layouts import on_every_device
 from moe_jax.bridge.mesh import over_rows
 
 Weights = TypeVar("Weights", QuantizedTensor, ExpertWeights)
@@ -32,7 +33,7 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """Quantise rows `[R, D]` with one custom call, under every transformation, as `moe_torch.quantize_rows`."""
     require_type("format", format, Format)
-    run = _quantize_each_row if format.group_rows == 1 else _quantize_rows
+    run = _quantize_each_row if format.group_rows == 1 else _quantize_all_rows
     return run(x, format, scales, used_by)
 
 
@@ -46,6 +47,7 @@ def _quantize_rows(x: Array, format: Format, scales: Array | None, used_by: Arra
     return QuantizedTensor(QuantizedSpec(format), values, chosen)
 
 
+_quantize_all_rows = on_every_device("use a format with scales of each row, or reshard it")(_quantize_rows)
 _quantize_each_row = over_rows("x", "used_by")(_quantize_rows)
 
 

@@ -11,9 +11,11 @@ from moe_core.ops.routing.layout import plan_layout_of_runs, runs_spec
 from moe_core.specs.operands import RaggedLayout
 from moe_jax.autodiff.stages import run_stage
 from moe_jax.bridge.calls import Array, OpCall, require_type
+from moe_jax.bridge.layouts import on_every_device
 from moe_jax.bridge.mesh import over_rows
 
 
+@on_every_device("reshard it", "counts")
 def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -> tuple[jax.Array, RaggedLayout]:
     """Group rows that arrived as runs of counts int32 `[W, L]` by expert, as `moe_torch.layout_of_runs`."""
     call = OpCall("layout_of_runs")
@@ -25,6 +27,7 @@ def layout_of_runs(counts: Array, num_rows: int, *, stride: int | None = None) -
     return ids, RaggedLayout(spec, tables[0], tables[1], tables[2], tables[3], None, overflow)
 
 
+@on_every_device("use matmul_ogs with gather='token' and scatter='slot', which moves none, or reshard it")
 def gather_rows(x: Array, layout: RaggedLayout, *, wide: Array | None = None) -> jax.Array:
     """Copy each row of x `[T, D]` to the rows of its slots, `[capacity, D]`, as `moe_torch.gather_rows`.
 

@@ -55,6 +55,8 @@ def measure(way: str, options: argparse.Namespace, tokens: int) -> dict[str, Any
     d_model, d_ff, experts, top_k = TINY if options.tiny else SIZES
     config = upstream.read(options.package, "base") | upstream.CONFIG | {"emb_dim": d_model, "num_experts": experts}
     config |= {"num_experts_per_tok": top_k, "base_moe_mlp_dim": d_ff, "dtype": "bfloat16", "weight_dtype": "bfloat16"}
+    # Ours routes in fp32, and bf16 logits choose other experts.
+    config |= {"float32_gate_logits": True}
     stand_ins, served = dict(upstream.STAND_INS), upstream.SERVED
     if WAYS[way]:
         del stand_ins["tokamax"], stand_ins["qwix.pallas"]

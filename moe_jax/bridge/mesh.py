@@ -8,7 +8,7 @@
 - Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
   JAX adds up those of whole arrays over the token axes, since an op is differentiated inside the shard_map.
 - Ops whose rows are independent are split in the same way, and products of groups of consecutive rows, of which each
-  device has some. Others read a layout, which is that of one device's tokens, and are refused.
+  device has some. For ops on layouts see `moe_jax.bridge.layouts`.
 - Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
   Where types of automatic axes hide splits, XLA's compiler refuses them, see `moe_jax.bridge.moves`.
 """
@@ -115,14 +115,18 @@ def split_tokens(
     mesh: AbstractMesh,
     token_axes: Sequence[str] | PartitionSpec | None = None,
     needed: Names = (),
+    shape: tuple[int, ...] | None = None,
 ) -> Split:
-    """The split of x's tokens. needed: axes that have to split them. Raises InvalidInput, Unsupported."""
-    free, batch = free_axes(mesh), x.shape[:-1]
+    """The split of x's tokens. needed: axes that have to split them. shape: in which they count, by default x's.
+    Raises InvalidInput, Unsupported."""
+    shape = x.shape if shape is None else shape
+    assert shape is not None
+    free, batch = free_axes(mesh), shape[:-1]
     dims: list[Names] = [() for _ in batch]
     if isinstance(token_axes, PartitionSpec):
         given = [tuple(name for name in as_names(entry) if name in free) for entry in token_axes]
         dims[: len(given)] = given
-        _require_split(x.shape, dims, mesh)
+        _require_split(shape, dims, mesh)
         wanted: Names = ()
     elif token_axes is not None:
         if unknown := [name for name in token_axes if name not in mesh.shape]:
@@ -148,7 +152,7 @@ def split_tokens(
         wanted = tuple(name for name in free if spec is None or (is_traced and kinds[name] == AxisType.Auto))
     for name in dict.fromkeys((*wanted, *needed)):
         if not any(name in names for names in dims):
-            _assign(x.shape, dims, name, mesh, must=name in needed)
+            _assign(shape, dims, name, mesh, must=name in needed)
     typed = set(sum(map(as_names, spec_of(x) or ()), ())) if isinstance(x, Tracer) else set()
     split = tuple(
         tuple(name for name in names if name in needed or name in typed or mesh.shape[name] > 1) for names in dims
@@ -227,7 +231,7 @@ def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: 
 
 
 @dataclass(frozen=True)
-class _OnRows:
+class OnRows:
     """An op on each device's rows, a key of jit's cache. summed: results of all rows. grouped: the first argument and
     that with the sizes of its groups."""
 
@@ -280,11 +284,11 @@ def over_rows(
         @functools.wraps(op)
         def spread(*arrays: Any, **options: Any) -> Any:
             x = arrays[0] if arrays else options.get(first)
-            is_on_mesh = _is_on_mesh(x)
-            if not is_on_mesh and not jax.sharding.get_abstract_mesh().empty:
+            is_spread = is_on_mesh(x)
+            if not is_spread and not jax.sharding.get_abstract_mesh().empty:
                 # x may be a constant of a program for several devices.
-                is_on_mesh = any(map(_is_on_mesh, jax.tree.leaves((arrays, options))))
-            if not is_on_mesh:
+                is_spread = any(map(is_on_mesh, jax.tree.leaves((arrays, options))))
+            if not is_spread:
                 return op(*arrays, **options)
             given = signature.bind(*arrays, **options).arguments
             return _spread(op, x, given, rows, (summed, sizes, total))
@@ -294,11 +298,12 @@ def over_rows(
     return decorate
 
 
-def _is_on_mesh(x: Any) -> bool:
+def is_on_mesh(x: Any) -> bool:
+    """True for an array of several devices or of a program for them, and for axes of one device in a tracer's type."""
     if isinstance(x, Tracer):
         mesh = jax.sharding.get_abstract_mesh()
         mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
-        return not mesh.empty and mesh.size > 1
+        return not mesh.empty and (mesh.size > 1 or any(spec_of(x) or ()))
     return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.size > 1
 
 
@@ -311,23 +316,37 @@ def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, 
     split, visible = split_tokens(x, mesh), not any(moves.is_hidden(one, mesh) for one in leaves)
     if visible and not split.over:
         return op(**given)
-    arrays: dict[str, Any] = {}
-    specs: dict[str, Any] = {}
-    options: list[tuple[str, Any]] = []
-    for name, value in given.items():
-        if not jax.tree.leaves(value) or not isinstance(jax.tree.leaves(value)[0], (jax.Array, np.ndarray)):
-            options.append((name, value))
-            continue
-        specs[name] = _specs_of(name, value, name in rows, split)
-        arrays[name] = jax.tree_util.tree_map_with_path(
-            functools.partial(_stays, name, mesh), value, specs[name], is_leaf=lambda one: one is None
-        )
-    options += [(total, split.over)] if total else []
-    local = _OnRows(op, tuple(options), split.over, summed, sizes and (rows[0], sizes))
+    arrays, options = parted(given)
+    specs = {name: _specs_of(name, value, name in rows, split) for name, value in arrays.items()}
+    arrays = {name: held(name, value, specs[name], mesh) for name, value in arrays.items()}
+    options += ((total, split.over),) if total else ()
+    local = OnRows(op, options, split.over, summed, sizes and (rows[0], sizes))
     results = PartitionSpec() if total else split.tokens
     if summed:
         results = MoEOutput(*(PartitionSpec() if name in summed else split.tokens for name in MoEOutput._fields))
     return opened(local, split, results, (arrays, specs))
+
+
+def parted(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """(arguments with arrays, the others)."""
+    arrays = {
+        name: value
+        for name, value in given.items()
+        if jax.tree.leaves(value) and isinstance(jax.tree.leaves(value)[0], (jax.Array, np.ndarray))
+    }
+    return arrays, tuple((name, value) for name, value in given.items() if name not in arrays)
+
+
+def held(name: str, value: Any, specs: Any, mesh: AbstractMesh, fix: str | None = None) -> Any:
+    """The argument, with a check of `moves.stays` for arrays of hidden splits."""
+
+    def of(path: Any, array: Any, spec: PartitionSpec) -> Any:
+        if array is None or not moves.is_hidden(array, mesh):
+            return array
+        full = ".".join([name, *(str(getattr(key, "name", key)) for key in path)])
+        return moves.stays(array, spec, full, fix or "reshard it, or call this inside a jax.shard_map of your own")
+
+    return jax.tree_util.tree_map_with_path(of, value, specs, is_leaf=lambda one: one is None)
 
 
 def _specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
@@ -343,13 +362,6 @@ def _specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
         return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(of, value)
-
-
-def _stays(name: str, mesh: AbstractMesh, path: Any, array: Any, spec: Any) -> Any:
-    if array is None or not moves.is_hidden(array, mesh):
-        return array
-    fix = "reshard it, or call this inside a jax.shard_map of your own"
-    return moves.stays(array, spec, ".".join([name, *(str(getattr(key, "name", key)) for key in path)]), fix)
 
 
 def _is_spec(value: Any) -> bool:

@@ -38,7 +38,7 @@ def stays(array: Any, spec: PartitionSpec, name: str, fix: str) -> Any:
 
 
 _stays = Primitive("moebius_stays")
-_stays.def_impl(lambda array, **static: array)
+_stays.def_impl(lambda array, *, wanted, name, fix, asking: _checked(array, wanted, name, fix))
 _stays.def_abstract_eval(lambda array, **static: array)
 ad.primitive_jvps[_stays] = lambda primals, tangents, **static: (_stays.bind(*primals, **static), tangents[0])
 
@@ -80,21 +80,28 @@ mlir.register_lowering(_stays, _lower, cacheable=False)
 
 
 def _asking(wanted: tuple[Any, ...], name: str, fix: str) -> Callable[[Any], Any]:
-    def check(sharding: Any) -> None:
-        if not isinstance(sharding, NamedSharding):
-            return
-        sizes, held = sharding.mesh.shape, tuple(map(_names, sharding.spec))
-        for names, most in itertools.zip_longest(held, wanted, fillvalue=()):
-            split = tuple(one for one in names if sizes[one] > 1)
-            if most != _ANY and split != tuple(one for one in most if sizes[one] > 1)[: len(split)]:
-                parts = f"split as {_spec(wanted)}" if any(wanted) else "whole on every device"
-                raise Unsupported(f"{name} must be {parts}, got {_spec(held)}, so XLA would move it; {fix}")
-
     def ask(array: Any) -> Any:
-        jax.debug.inspect_array_sharding(array, callback=check)
+        jax.debug.inspect_array_sharding(array, callback=lambda sharding: _check(sharding, wanted, name, fix))
         return array
 
     return ask
+
+
+def _checked(array: Any, wanted: tuple[Any, ...], name: str, fix: str) -> Any:
+    """The array of an eager call, as a gradient traces it."""
+    _check(array.sharding, wanted, name, fix)
+    return array
+
+
+def _check(sharding: Any, wanted: tuple[Any, ...], name: str, fix: str) -> None:
+    if not isinstance(sharding, NamedSharding):
+        return
+    sizes, held = sharding.mesh.shape, tuple(map(_names, sharding.spec))
+    for names, most in itertools.zip_longest(held, wanted, fillvalue=()):
+        split = tuple(one for one in names if sizes[one] > 1)
+        if most != _ANY and split != tuple(one for one in most if sizes[one] > 1)[: len(split)]:
+            parts = f"split as {_spec(wanted)}" if any(wanted) else "whole on every device"
+            raise Unsupported(f"{name} must be {parts}, got {_spec(held)}, so XLA would move it; {fix}")
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -20,8 +20,6 @@ from tests.support.paths import ROOT
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Words of a recipe -> (kinds of axes, the error that the pages announce for it in a program for several devices).
 REFUSED = {
-    "return moe_jax.matmul_ogs(": (["Auto"], "matmul_ogs runs on one device at a time"),
-    "reduce(normed": (["Auto"], "matmul_ogs runs on one device at a time"),
     "capture(lambda model": (["Auto", "Explicit"], "function must call its MoE layers outside of jit"),
 }
 #: Errors of JAX's functions beside ours.
