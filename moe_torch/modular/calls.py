@@ -82,9 +82,9 @@ class ShapesCall(NamedTuple):
     local_num_experts: int
     expert_tokens_meta: ExpertTokensMetadata | None
     activation: str | Activation
-    a: torch.Tensor | None = None
-    aq: torch.Tensor | None = None
-    num_experts: int = -1
+    a: torch.Tensor
+    aq: torch.Tensor
+    num_experts: int
 
 
 class ExpertsCall(NamedTuple):
