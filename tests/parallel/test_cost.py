@@ -15,6 +15,7 @@ from moe_core.layers.spec import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.parallel import ExchangeSpec, Link, Machine, Placement, Zipf, predict, simulate
 from moe_core.parallel.header import Header
 from moe_core.parallel.machine import H200
+from moe_core.parallel.placement import HOLE
 from moe_core.parallel.traffic import traffic_of
 from moe_core.specs.matmul import Activation
 from moe_core.trace import LayerRouting, RoutingTrace
@@ -252,6 +253,8 @@ def test_simulated_loads() -> None:
     many = simulate(layer, law, 4096, Placement.balanced(law.load(8, 256), 2048, 1), H200, spec)
     assert many.ranks == 2048 and many.imbalance < 1.3 and "1792 replicas of 256 experts" in many.assumed
     assert "Zipf(exponent=0.6, seed=0)" in many.assumed and "unmeasured network" in str(many)
+    one = Placement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, HOLE)))
+    assert "1 replicas of 8 experts" in simulate(LAYERS["mixtral"], law, 64, one, H200, spec).assumed
     even = simulate(layer, Zipf(0.0), 4096, Placement.linear(256, 4), H200, spec)
     np.testing.assert_allclose(even.us, predict(layer, 4096, 4, H200, spec).us, rtol=0.05)
     assert even == simulate(layer, Zipf(0.0), 4096, Placement.linear(256, 4), H200, spec), "the same draws"

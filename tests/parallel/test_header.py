@@ -11,7 +11,7 @@ import pytest
 from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec, PeerFailed, Placement, compare_headers, plan_exchange
-from moe_core.parallel.header import FAILED, LAYERS, Header
+from moe_core.parallel.header import _ABOVE, _VERSION, FAILED, LAYERS, Header
 from moe_core.parallel.tensor import TensorSplit
 
 LINEAR = Placement.linear(8, 4)
@@ -98,6 +98,7 @@ def test_another_order_of_calls_is_named(call: tuple[Any, ...], message: str) ->
 
 def test_headers_that_agree_count_the_tokens() -> None:
     assert compare_headers(headers({}, {}, {})) == 15
+    assert headers({})[0, 0] >> _ABOVE == _VERSION
     exact = {"spec": ExchangeSpec()}
     assert compare_headers(headers(exact, {**exact, "tokens": 0}, {**exact, "tokens": 9})) == 14
 

@@ -18,9 +18,12 @@ torch = pytest.importorskip("torch", reason="the judge needs torch")
 transformers = pytest.importorskip("transformers", reason="the judge needs transformers")
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (pip install 'moebius[recipes]')")
 
-from moe_core.checkpoint import convert_checkpoint
+from moe_core.checkpoint import convert_checkpoint, open_checkpoint
 from moe_core.checkpoint.convert.target import Target
+from moe_core.errors import InvalidInput
+from moe_core.formats import format_named
 from moe_core.tools.convert_cli import main
+from moe_torch.transformers import verify
 from tests.support.families import IS_EARLIER, ROWS
 from tests.support.families.loaders import verdict, wide
 from tests.support.paths import ROOT
@@ -188,6 +191,24 @@ def test_the_command_finds_faults(
         monkeypatch.setattr(Target, method, classes if method == "settings" else lambda self: None)
     assert main([str(tmp_path / "source"), str(tmp_path / "made"), "--format", "int4_g32"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_the_judge_loads_the_named_class_and_misses_experts(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    wide("qwen3_moe")[1].save_pretrained(tmp_path / "source", save_original_format=True)
+    convert_checkpoint(tmp_path / "source", tmp_path / "made", format_named("fp8_block"))
+    file, config = tmp_path / "made" / "model.safetensors", tmp_path / "source" / "config.json"
+    tensors = load_file(file)
+    next(one for name, one in tensors.items() if ".experts." in name and "scale" in name).fill_(float("nan"))
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InvalidInput, match="got no experts in layer 0"):
+        list(verify._experts(open_checkpoint(tmp_path / "source"), 0, {}))
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    ((_, ours),) = verify._experts(open_checkpoint(tmp_path / "made"), 0, {fused: None})
+    assert torch.from_numpy(ours.astype("float32")).isnan().any(), "scales are compared, not judged"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen3MoeModel"]}))
+    assert isinstance(verify._loaded(open_checkpoint(tmp_path / "source"))[0], transformers.Qwen3MoeModel)
 
 
 def damaged(source: str, destination: str, *arguments: Any, **options: Any) -> Any:

@@ -71,6 +71,11 @@ def shared(group: Any, size: int, problem: bool) -> None:
         symmetric.symmetric(ranks, (Part((size,), torch.uint8),), torch.device("cpu"))
 
 
+def test_barriers_wait_for_whole_milliseconds_of_the_timeout() -> None:
+    limits = [symmetric._milliseconds(mock.Mock(timeout=one), torch.device("cpu")) for one in (0.25, 1e-4)]
+    assert limits == [250, 1]
+
+
 def test_ranks_with_other_sizes_all_raise(ranks: Pool) -> None:
     with pytest.raises(Failed) as caught:
         ranks.call(shared, [(1000, False), (5000, False)])
