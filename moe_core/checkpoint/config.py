@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,34 +62,37 @@ class ModelConfig:
 
         null: the meaning of a JSON null, where it is legal. Entries of a list, one per layer, must be equal.
         """
-        value = self._given(keys, default)
+        value, key = self._given(keys, default), self._present(keys)
         if value is None and null is not None:
             return null
         if isinstance(value, list) and value:
             first, *rest = value
             if any(item != first for item in rest):
                 raise Unsupported(
-                    f"{keys[0]} in config.json must be the same number for every layer, got {value!r:.200}; layers "
+                    f"{key} in config.json must be the same number for every layer, got {value!r:.200}; layers "
                     "that differ cannot be described by one spec"
                 )
             value = first
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _wrong(keys[0], f"an integer of at least {least}", value)
+            raise _wrong(key, f"an integer of at least {least}", value)
         if value > most:
-            raise _wrong(keys[0], f"an integer of at most {most}", value)
+            raise _wrong(key, f"an integer of at most {most}", value)
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
         value = self._given(keys, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not -math.inf < value < math.inf:
-            raise _wrong(keys[0], "a finite number", value)
+            raise _wrong(self._present(keys), "a finite number", value)
         return float(value)
 
     def boolean(self, *keys: str, default: bool | None = None) -> bool:
         value = self._given(keys, default)
         if not isinstance(value, bool):
-            raise _wrong(keys[0], "true or false", value)
+            raise _wrong(self._present(keys), "true or false", value)
         return value
+
+    def _present(self, keys: tuple[str, ...]) -> str:
+        return next((key for key in keys if key in self.settings), keys[0])
 
     def _given(self, keys: tuple[str, ...], default: Any) -> Any:
         present = default is None or any(key in self.settings for key in keys)
@@ -139,6 +143,38 @@ def _of_all_layers(value: Any) -> Any:
 def _is_limit(item: Any) -> bool:
     number = isinstance(item, (int, float)) and not isinstance(item, bool)
     return item is None or (number and 0 <= item < math.inf)
+
+
+class _Noted(Mapping[str, Any]):
+    """Settings that note the numbers that are read."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings, self.numbers = settings, dict[str, int | float]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.settings[key]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            self.numbers[key] = value
+        return value
+
+
+@contextlib.contextmanager
+def named_settings(config: ModelConfig) -> Iterator[ModelConfig]:
+    """The same settings. An error of a spec, which names its own fields, names the numbers that were read too."""
+    noted = _Noted(config.settings)
+    try:
+        yield replace(config, settings=noted)
+    except (InvalidInput, Unsupported) as error:
+        if "config.json" in str(error) or not noted.numbers:
+            raise
+        told = ", ".join(f"{key} = {value}" for key, value in noted.numbers.items())
+        raise type(error)(f"config.json with {told}: {error}") from None
 
 
 def _wrong(key: str, expected: str, value: object) -> InvalidInput:

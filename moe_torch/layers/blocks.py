@@ -121,7 +121,8 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         config = getattr(block, "config", None) or getattr(experts, "config", None)
     if config is None:
         raise InvalidInput(f"config must be given for {kind}, which does not keep its own, got None; pass model.config")
-    architecture = architecture_of(text_model(settings_of(config)))
+    settings = text_model(settings_of(config))
+    architecture = architecture_of(settings)
     storage = storage_of(architecture.spec)
     spec, values = _layer_spec(architecture, block).stored_as(storage), dict(_tensors(block))
     if not architecture.naming.blocks[0]:
@@ -133,9 +134,12 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     known = [name for alternatives in names.values() for name in alternatives]
     unknown, missing = [name for name in values if name not in known], [name for name in known if name not in values]
     if unknown:
+        shared = architecture.family.shared
+        told = () if shared is None else [name for name in (*shared.copies, *shared.width) if name in settings.settings]
+        by = " with ".join(("its config", *(f"{name} = {settings.settings[name]}" for name in told)))
         raise Unsupported(
-            f"block must hold only {', '.join(known)} by its config, got {kind} with {', '.join(unknown)}, which the "
-            "layer does not compute with; keep the block, and run its experts by moe_torch.transformers"
+            f"block must hold only {', '.join(known)} by {by}, got {kind} with {', '.join(unknown)}, which the layer "
+            "does not compute with; keep the block, and run its experts by moe_torch.transformers"
         )
     if missing:
         raise InvalidInput(

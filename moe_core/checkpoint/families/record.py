@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from moe_core.checkpoint.config import ModelConfig
+from moe_core.checkpoint.config import ModelConfig, named_settings
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.around import LatentSpec, OutputSpec
 from moe_core.layers.parameter import Parameter
@@ -252,23 +252,24 @@ def describe(family: Family, config: ModelConfig) -> Architecture:
         config = config.with_part(family.part)
     for setting, supported, operation in family.requires:
         config.require(setting, supported, operation, given=setting in family.given)
-    activation, router = (family.activation or hidden_activation())(config), family.router(config)
+    activation = (family.activation or hidden_activation())(config)
     d_model, d_ff = config.integer(*family.hidden), config.integer(*family.width)
-    num_experts = config.num_experts(*family.experts)
     correction_bias = family.correction_bias
     if isinstance(correction_bias, str):
         correction_bias = config.boolean(correction_bias, default=True)
     naming = family.naming if config.nested else family.alone or family.naming
     shared_d_ff = 0 if family.shared is None else family.shared.d_ff(config, d_ff)
-    router.validate_experts(num_experts, has_bias=correction_bias)
-    spec = MoESpec(
-        activation,
-        router,
-        family.weight_layout,
-        router_weight_layout="out_in",
-        apply_router_weight_on_input=family.router_weight_on_input,
-        shared_activation=family.shared_activation(config) if family.shared_activation and shared_d_ff else None,
-    )
+    with named_settings(config) as noted:
+        router, num_experts = family.router(noted), noted.num_experts(*family.experts)
+        router.validate_experts(num_experts, has_bias=correction_bias)
+        spec = MoESpec(
+            activation,
+            router,
+            family.weight_layout,
+            router_weight_layout="out_in",
+            apply_router_weight_on_input=family.router_weight_on_input,
+            shared_activation=family.shared_activation(config) if family.shared_activation and shared_d_ff else None,
+        )
     by_layer = {} if family.layer_activations is None else family.layer_activations(config)
     norm = None if family.router_norm is None else family.router_norm(config)
     around: dict[str, Any] = {} if family.around is None else dict(family.around(config))
