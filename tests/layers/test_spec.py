@@ -143,8 +143,9 @@ def test_wrong_parts_say_what_is_wrong() -> None:
         MoELayerSpec(D, F, E, K, shared_experts=SharedExpertsSpec(S, activation=Activation("silu", gated=False)))
     with pytest.raises(InvalidInput, match="gate_layout must be None for an ungated activation"):
         ExpertsSpec(Activation("relu2", gated=False), gate_layout="halves")
-    with pytest.raises(InvalidInput, match="weight_layout must be one of in_out, out_in"):
-        Storage("rows", "halves", "in_out")
+    for layouts, name in ((("rows", "halves", "in_out"), "weight"), (("in_out", "halves", "rows"), "router_weight")):
+        with pytest.raises(InvalidInput, match=f"^{name}_layout must be one of in_out, out_in"):
+            Storage(*layouts)
 
 
 @pytest.mark.parametrize(

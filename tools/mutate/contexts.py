@@ -50,6 +50,11 @@ def imports(file: str, path: str) -> bool:
     return bool(re.search(rf"from {re.escape(package)} import [^\n]*\b{name}\b|{re.escape(package)}\.{name}\b", text))
 
 
+@functools.cache
+def words_of(path: str) -> set[str]:
+    return set(re.split(r"[/_.]", path)) - {"moe", "py", "test", "tests"}
+
+
 def names_entry(test: str, entry: str) -> bool:
     """Whether the parameters of a test name this entry of a table, perhaps with more words."""
     parameters = re.split(r"[\[\]-]", test.partition("[")[2])
@@ -68,8 +73,9 @@ class Contexts:
 
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
-        and those of the file that is named like it; cheapest first, and those in the folder of the file's name before
-        others. Behind them come those in folders and files of the folder's name, which may call it in other processes.
+        and those of the file that is named like it; cheapest first, and those with words of the file's path in theirs
+        before others. Behind them come those in folders and files of the folder's name, which may call it in other
+        processes.
 
         What runs when a module is imported has the tests of every function of the module and, behind them, those of its
         folder: tables are often read by a neighbour.
@@ -88,15 +94,12 @@ class Contexts:
             beginnings = (f"tests/{shared}/", f"tests/{package}/{shared}/")
             named = f"/test_{shared.rpartition('/')[2]}"
             tests = tests | {t for t in self.seconds if t.startswith(beginnings) or named in t.partition("::")[0]}
-        words = set(mutation.path.removesuffix(".py").split("/"))
 
         def cost(test: str) -> tuple[bool, float, str]:
-            shared = len(words & set(test.split("::")[0].replace("test_", "").removesuffix(".py").split("/")))
-            if names_entry(test, mutation.entry) or test.startswith(BROAD):
-                shared += 4
-            elif test not in first or (mutation.function == "<module>" and test not in whole):
-                return True, self.seconds[test], test
-            return False, self.seconds[test] * 4.0**-shared, test
+            shared = len(words_of(mutation.path) & words_of(test.split("::")[0]))
+            broad = names_entry(test, mutation.entry) or test.startswith(BROAD)
+            late = not broad and (test not in first or (mutation.function == "<module>" and test not in whole))
+            return late, self.seconds[test] * 4.0 ** -(shared + 4 * broad), test
 
         # Of one function each further test tells less.
         before: collections.Counter[str] = collections.Counter()

@@ -218,6 +218,7 @@ def beside_fsdp(group: Any, mode: str, device: str) -> None:
     for order in (2.0, math.inf):
         found = clip_grad_norm_(step.parameters(), 0.05, order)
         wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05, order)
+        assert found.dtype == wanted.dtype
         np.testing.assert_allclose(float(found), float(wanted), slack)
     for one in (step, alone):
         torch.optim.AdamW(one.parameters(), 1e-2, fused=True).step()

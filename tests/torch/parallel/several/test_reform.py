@@ -15,6 +15,7 @@ import torch
 
 from moe_core.layers import MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Placement
+from moe_core.parallel.placement import HOLE
 from moe_core.specs import Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, Mirror, PlacedTensor, move_experts, parallelize, reform
@@ -166,9 +167,8 @@ def moved(group: Any, rank: int) -> list[np.ndarray]:
     optimizer, outputs = optimizer_of(model), []
     for step in range(STEPS):
         outputs.append(train(model, optimizer, step, rank, 4))
-        for layer, placement in zip(
-            model, (Placement.round_robin(E, 4), placement_of("balanced", E, 4, step)), strict=True
-        ):
+        first = Placement(E, ((HOLE, 0), (4, 1), (HOLE, 2), (5, 3))) if step % 2 else Placement.round_robin(E, 4)
+        for layer, placement in zip(model, (first, placement_of("balanced", E, 4, step)), strict=True):
             move_experts(layer, placement, optimizer)
     return outputs
 
@@ -188,6 +188,7 @@ def refused(group: Any, rank: int) -> list[str]:
         lambda: reform(torch.nn.Linear(2, 2)),
         lambda: mirror.reform([0, 1] if rank < 2 else [2, 3]),
         lambda: move_experts(model[0], Placement.linear(E, 3)),
+        lambda: move_experts(model[0], E),  # type: ignore[arg-type]
     ):
         try:
             call()
@@ -199,6 +200,6 @@ def refused(group: Any, rank: int) -> list[str]:
 def test_errors(ranks: Pool) -> None:
     expected = ("survivors must hold every expert, got none of [", "survivors must hold this rank, ",
                 "model must have layers of parallelize on the same ranks, got 0", "survivors must hold a copy of every",
-                "placement must be of the layer's 6 experts and 4 ranks, got ")  # fmt: skip
+                "placement must be of the layer's 6 experts and 4 ranks, got ", "placement must be a Placement, got int")  # fmt: skip
     for texts in ranks.call(refused, [(rank,) for rank in range(4)]):
-        assert [text.startswith(start) for text, start in zip(texts, expected, strict=True)] == [True] * 5, texts
+        assert [text.startswith(start) for text, start in zip(texts, expected, strict=True)] == [True] * 6, texts
