@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_core.checkpoint.adapters import PACKINGS, ExpertAdapter, read_adapter, write_adapter
+from moe_core.checkpoint.adapters import PACKINGS, ExpertAdapter, packings, read_adapter, write_adapter
 from moe_core.checkpoint.adapters.files import _opened
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import ExpertsSpec, MoELayerSpec
@@ -277,6 +277,8 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
     assert _opened(tmp_path / "new")[0].keys() == (tensors | router).keys()
     with pytest.raises(InvalidInput, match=r"must hold .*base_layer.lora_A.weight and lora_B"):
         read({name: tensor for name, tensor in tensors.items() if "base_layer.lora_B" not in name})
+    with pytest.raises(InvalidInput, match="layer 7 must have gate and up together or apart, got both"):
+        packings._first("layer 7", dict.fromkeys(("gate", "gate_up"), Any), base())
     missing = {name: one for name, one in projections(factors(base())).items() if ".2.up_proj.lora_B" not in name}
     with pytest.raises(InvalidInput, match="for each of 3 experts"):
         read(missing, packing="vllm-2d")

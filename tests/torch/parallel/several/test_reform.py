@@ -200,6 +200,7 @@ def refused(group: Any, rank: int) -> list[str]:
 def test_errors(ranks: Pool) -> None:
     expected = ("survivors must hold every expert, got none of [", "survivors must hold this rank, ",
                 "model must have layers of parallelize on the same ranks, got 0", "survivors must hold a copy of every",
-                "placement must be of the layer's 6 experts and 4 ranks, got ", "placement must be a Placement, got int")  # fmt: skip
+                "placement must be of the layer's 6 experts and 4 ranks, got ",
+                "placement must be a Placement, got int")  # fmt: skip
     for texts in ranks.call(refused, [(rank,) for rank in range(4)]):
         assert [text.startswith(start) for text, start in zip(texts, expected, strict=True)] == [True] * 6, texts
