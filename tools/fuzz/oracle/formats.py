@@ -84,12 +84,12 @@ def _scales(groups: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
         low = groups.amin((-3, -1), True).clamp(max=0)
         # Rounded once, at its end; the bound is the float32 number.
         least = float(torch.tensor(1e-10))
-        scale = ((high.double() - low.double()).clamp(min=least) / _MAX_CODE[rule.element]).float()
+        scale = _over((high.double() - low.double()).clamp(min=least), _MAX_CODE[rule.element]).float()
         points = torch.round(-low / scale)
     else:
         amax = groups.abs().amax((-3, -1), True)
         if rule.scale in ("amax", "pow2"):
-            scale = amax.clamp(min=1e-10) / largest
+            scale = _over(amax.clamp(min=1e-10), largest)
             if rule.scale == "pow2":
                 mantissa, exponent = torch.frexp(scale)
                 scale = power_of_two(exponent - (mantissa == 0.5).int()).float()
@@ -99,12 +99,17 @@ def _scales(groups: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
     return torch.where(broken, math.nan, scale), points
 
 
+def _over(values: Tensor, number: float) -> Tensor:
+    """The quotient, rounded once: torch on a GPU multiplies with the reciprocal of a Python number."""
+    return values / torch.full_like(values, number)
+
+
 def _exponent(amax: Tensor, rule: Rule) -> Tensor:
     """e of the scale 2^e of an e8m0 group."""
     if rule.scale == "floor":
         exponent = torch.frexp(amax.double())[1] - 1 - _TOP[rule.element]
     else:
-        quotient = amax / _LARGEST[rule.element]
+        quotient = _over(amax, _LARGEST[rule.element])
         mantissa, exponent = torch.frexp(quotient.double())
         exponent = exponent - (mantissa == 0.5).int()
         exponent = torch.where(quotient < 2.0**-126, -126, exponent)
