@@ -55,6 +55,10 @@ class Family(abc.ABC):
         """The configuration with the same bits that stores all of problem.outputs."""
         return config
 
+    def orders_rows(self, problem: MatmulProblem, config: TileConfig) -> bool:
+        """True if a forward first writes the rows of product 1 in layout order, so that it need not gather."""
+        return False
+
     def why_not_out_format(self, problem: MatmulProblem) -> str | None:
         """The reason why it cannot quantise y, or None."""
         return "only the sm90 family's fp8 kernel quantises what it stores"

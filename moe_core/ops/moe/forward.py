@@ -17,7 +17,7 @@ from moe_core.ops.moe.lora import LoRAStages, check_lora, lora_arrays
 from moe_core.ops.moe.names import saved_pre_activation
 from moe_core.ops.moe.options import PLAIN, ForwardOptions
 from moe_core.ops.moe.pdl import use_pdl
-from moe_core.ops.moe.rows import Product, RowStages, with_scales
+from moe_core.ops.moe.rows import Product, RowStages, in_order, with_scales
 from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
 from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
@@ -255,6 +255,10 @@ class _MoEPlanner:
             x = builder.scratch("weighted_x", source, Role.ROWS)
             plan = plan_scale_rows(self.x, ArraySpec((self.tokens, 1), "float32"), target)
             builder.call(plan, "scale_rows", {"x": "x", "weights": weights, "y": x})
+        # Rows in order lie where the slots will, if there are any.
+        beside_slots = not self.fused and self.results_at is None and not spec.rows_in_order
+        if beside_slots and tiles[0] is not None and tiles[0].family.orders_rows(problems[0], tiles[0].config):
+            products[0], x = in_order(builder, products[0], self.arrays.row_of_slot, x)
         stages = RowStages(builder, self.arrays, with_scales(builder, products[0], rows_2))
         x = stages.quantized_x(x, rows_1)
         names = {"x": x, "weight": "experts.gate_up", "up": "experts.up", "bias": "experts.gate_up_bias"}

@@ -11,6 +11,7 @@ from moe_core.ops.matmul.forward import plan_product
 from moe_core.ops.matmul.problem import MAXIMA, MatmulProblem
 from moe_core.ops.matmul.tile_choice import TileChoice
 from moe_core.ops.quantize.rows import chooses_one_scale, plan_quantize_rows
+from moe_core.ops.reduction.rowwise import plan_order_rows
 from moe_core.plan import Held, PlanBuilder, Role
 from moe_core.specs import LayoutArrays, named_arrays
 
@@ -43,6 +44,18 @@ def with_scales(builder: PlanBuilder, product: Product, rows: ArraySpec | Quanti
         builder.note(f"the largest magnitudes of hidden rows are found by a launch: {family.name} products do not")
         return product
     return Product(dataclasses.replace(problem, finds_maxima=True), product.tile)
+
+
+def in_order(builder: PlanBuilder, product: Product, row_of_slot: str, source: str) -> tuple[Product, str]:
+    """(product 1 of rows in layout order, their buffer), which is written here from those of `source` by token."""
+    problem = product.problem
+    assert problem.layout is not None
+    plan = plan_order_rows(builder.spec(source), problem.layout, builder.target)
+    rows = builder.scratch("ordered_x", plan.spec("y"), Role.ROWS)
+    builder.call(plan, "rows in order", {"x": source, "row_of_slot": row_of_slot, "y": rows})
+    operands = dataclasses.replace(problem.operands, x=plan.spec("y"))
+    problem = dataclasses.replace(problem, operands=operands, spec=dataclasses.replace(problem.spec, gather="row"))
+    return Product(problem, product.tile), rows
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,28 @@ def launch_gather(
     builder.launch(GATHER_ROWS, (-(-rows // block_m), -(-width // block_n)), arguments)
 
 
+ORDER_ROWS = declare_kernel(kernels.order_rows, pdl="start")
+_ORDERED_COLUMNS = 4096
+
+
+@keep_plans
+def plan_order_rows(x: ArraySpec, layout: LayoutSpec, target: Target) -> LaunchPlan:
+    """As `plan_gather_rows`, in composed plans on compiled targets: rows without a slot are not written.
+
+    Inputs: x, row_of_slot int32 `[T * K]`.
+    """
+    assert target.compiled
+    rows, width = layout.capacity, x.shape[1]
+    builder = PlanBuilder("order_rows", target)
+    builder.inputs({"x": x, "row_of_slot": ArraySpec((layout.num_slots,), "int32")})
+    builder.output("y", ArraySpec((rows, width), x.dtype))
+    columns = min(padded(width), _ORDERED_COLUMNS)
+    arguments = builder.pointers("x", "row_of_slot", "y") | passed(num_rows=rows, TOP_K=layout.top_k, WIDTH=width)
+    arguments |= passed(X_STRIDE=row_stride("x", x), BLOCK_N=columns, PDL=None)
+    builder.launch(ORDER_ROWS, (layout.num_tokens, -(-width // columns)), arguments)
+    return builder.build()
+
+
 def require_wide(wide: ArraySpec | None, x: ArraySpec) -> None:
     if wide is not None:
         require_spec("wide", wide, x.shape, "float32", contiguous=False)

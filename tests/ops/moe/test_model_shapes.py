@@ -50,6 +50,8 @@ def test_launches_of_a_forward_from_logits(name: str, tokens: int, launches: int
         launches = 5  # 64 and 32 rows per expert: blocks so high that their products are launches of their own.
     if tokens == 64 and SHAPES[name][3] == 8:
         launches = 3  # 512 slots: routed by many blocks, placed by a second launch.
+    if tokens == 16384 and name in ("mixtral", "gptoss120b", "gptoss20b"):
+        launches = 6  # Rows of x are written in order.
     steps = forward(name, tokens).steps
     assert len(steps) == launches and all(isinstance(step, KernelLaunch) for step in steps)
 

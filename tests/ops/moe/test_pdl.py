@@ -150,7 +150,7 @@ def test_kernels_that_take_whole_multiprocessors_overlap_for_any_number_of_token
     assert described(plan) == FEW
     assert [step.kernel for step in launches(plan)][1:3] == [SM90_MATMUL_OGS, MATMUL_OGS]
     plan = layer_plan(H200, 4096, 4, 4, width=8192)
-    starts = [("route", False, "start"), ("place_blocks", True, "start"), *[("matmul_ogs", True, "start")] * 2]
+    starts = [(name, name != "route", "start") for name in ("route", "place_blocks", "order_rows", *2 * ["matmul_ogs"])]
     assert described(plan) == [*starts, FEW[3]]
 
 

@@ -49,7 +49,7 @@ Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 FAULTS: Planted = {
     "result": {
         "matmul.sm90.kernels.matmul": (
-            OpFault("activate_gated(first, last,", "activate_gated(last, first,"),
+            OpFault("gated(first, last,", "gated(last, first,"),
             OpFault("gl.maximum(slots, 0)", "gl.maximum(slots // 2, 0)"),
             OpFault("tiles.left.index(CHUNKS * stage + WHICH)", "tiles.left.index(CHUNKS * stage)"),
             OpFault("exists = row < tile.rows - FIRST - above", "exists = row < tile.rows - FIRST - above - 1"),

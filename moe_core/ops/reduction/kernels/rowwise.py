@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.activation.kernels.formulas import sigmoid
+from moe_core.ops.common.kernels.pdl import join
 
 
 @triton.jit
@@ -86,6 +87,23 @@ def gather_rows(
             numbers = tl.load(table + rows[:, None] * NUMBERS + words, mask=told, other=0)
             pointers = y.to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, None] * Y_WORDS + FIRST + words
             tl.store(pointers, numbers, mask=told)
+
+
+@triton.jit
+def order_rows(
+    x, row_of_slot, y, num_rows,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row_of_slot[token * TOP_K + k]] = x[token]. A row of x is read once for all of its copies."""
+    if PDL is not None:
+        join()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < WIDTH
+    value = tl.load(x + token * X_STRIDE + columns, mask=inside, other=0.0)
+    for k in range(TOP_K):
+        row = tl.load(row_of_slot + token * TOP_K + k).to(tl.int64)
+        tl.store(y + row * WIDTH + columns, value, mask=inside & (row >= 0) & (row < num_rows))
 
 
 @triton.jit

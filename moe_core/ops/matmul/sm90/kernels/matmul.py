@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moe_core.ops.activation.kernels.formulas import activate, activate_gated
+from moe_core.ops.activation.kernels.formulas import activate, activate_gated, sigmoid_ptx
 from moe_core.ops.common.kernels.aggregates import (
     Epilogue,
     Layout,
@@ -85,9 +85,19 @@ def multiply_rest(product, stage, phase, accumulator, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def activate_pairs(half, epilogue):
+def gated(gate, up, epilogue, SHORT: gl.constexpr = True):
+    """SHORT: use the sigmoid of fewer instructions. Other activations leave no registers for it."""
+    if SHORT and ((epilogue.ACTIVATION == "silu") or (epilogue.ACTIVATION == "swiglu_oai")):
+        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT, sigmoid_ptx)
+    else:
+        result = activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+    return result
+
+
+@gluon.jit
+def activate_pairs(half, epilogue, SHORT: gl.constexpr = True):
     gate, up = gl.split(gl.reshape(half, [ROWS, PIECE // 2, 2]))
-    return activate_gated(gate, up, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+    return gated(gate, up, epilogue, SHORT)
 
 
 @gluon.jit
@@ -215,19 +225,21 @@ def weigh(result, scale, layer_exists):
 def finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST: gl.constexpr, zero=0):
     epilogue, output = product.epilogue, product.output
     N: gl.constexpr = output.N
+    # fp8 products hold their scales.
+    SHORT: gl.constexpr = product.scales is None
     if epilogue.GATE_LAYOUT is not None:
         first = add_bias(first, biases, 0)
         if output.pre is not None:
             store_pre(product, tile, first, buffer, 0, FIRST)
         # Activate between two stores, while the first one's buffer is being read.
         if output.y is not None and epilogue.GATE_LAYOUT == "interleaved":
-            left = activate_pairs(first, epilogue)
+            left = activate_pairs(first, epilogue, SHORT)
             last = add_bias(last, biases, PIECE)
-            result = join_halves(left, activate_pairs(last, epilogue))
+            result = join_halves(left, activate_pairs(last, epilogue, SHORT))
         else:
             last = add_bias(last, biases, PIECE)
             if output.y is not None:
-                result = activate_gated(first, last, epilogue.ACTIVATION, epilogue.ALPHA, epilogue.LIMIT)
+                result = gated(first, last, epilogue, SHORT)
         if output.y is not None:
             result = weigh(result, scale, layer_exists)
             if epilogue.RULE == "given":
