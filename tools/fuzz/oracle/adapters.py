@@ -27,7 +27,8 @@ def one_sum(rows: Real, weight: Tensor, low: Real, factor: Tensor, kind: str) ->
 class Factors:
     """The factors of each row's adapter and expert, zeros without one. gate, up: of b1.
 
-    group: of factors in an array, the last one of rows without an adapter.
+    used: columns [R, ranks] that count, whatever meets zeros behind a rank. group: of factors in an array, the last
+    one of rows without an adapter.
     """
 
     a1: Tensor
@@ -36,19 +37,27 @@ class Factors:
     a2: Tensor
     b2: Tensor
     scale: Real
+    used: Tensor
     group: Tensor
     dtype: str
     kind: str
 
     def low(self, rows: Real, factor: Tensor) -> Real:
-        made = rows_matmul(rows, Real.exact(factor, rows.unit), self.kind)
-        return (made * self.scale.map(lambda part: part.expand_as(made.value))).cast(self.dtype)
+        return self.scaled(rows_matmul(rows, Real.exact(factor, rows.unit), self.kind))
 
     def t1(self, d_gate: Real, d_up: Real | None) -> Real:
         made = rows_matmul(d_gate, Real.exact(self.gate.transpose(1, 2), d_gate.unit), self.kind)
         if d_up is not None and self.up is not None:
             made = made + rows_matmul(d_up, Real.exact(self.up.transpose(1, 2), d_up.unit), self.kind)
-        return (made * self.scale.map(lambda part: part.expand_as(made.value))).cast(self.dtype)
+        return self.scaled(made)
+
+    def scaled(self, made: Real) -> Real:
+        return (made * self.scale.map(lambda part: part.expand_as(made.value))).where(self.used).cast(self.dtype)
+
+    def weighted(self, low: Real, w: Real) -> Real:
+        """A zero behind a rank, times a weight that is no number, is anything."""
+        made = (low * w.map(lambda part: part.expand_as(low.value))).where(self.used.any(1, keepdim=True))
+        return made.unknown(~self.used & made.value.isnan()).cast(self.dtype)
 
 
 def adapters_of(given: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -89,4 +98,4 @@ def factors_of(case: Any, given: Any, slots: Any, machine: Any) -> Factors | Non
     scale = machine.exact(given["lora.scale"][slot, expert].unsqueeze(1))
     count = 1 if case.shared_factors else case.E
     group = torch.where(real, slot * count + expert % count, case.adapters * count)
-    return Factors(of("a1"), b1, up, of("a2"), of("b2"), scale, group, case.dtype, machine.kind())
+    return Factors(of("a1"), b1, up, of("a2"), of("b2"), scale, used, group, case.dtype, machine.kind())

@@ -156,8 +156,7 @@ class Backward:
             found["up"] = outer_sum(rows, d_up, index, count, kind)
             found["up_bias"] = row_sum(d_up, index, count)
         if factors is not None:
-            low1, low2 = factors.low(rows, factors.a1), factors.low(made, factors.a2)
-            low2 = (low2 * w.map(lambda part: part.expand_as(low2.value))).cast(case.dtype)
+            low1, low2 = factors.low(rows, factors.a1), factors.weighted(factors.low(made, factors.a2), w)
             sides = {"a1": (rows, t1), "b1": (low1, _join_gate(d_gate, d_up, case))}
             sides |= {"a2": (hidden, t2), "b2": (low2, d_out)}
             if d_up is not None and case.gate_layout == "separate":
