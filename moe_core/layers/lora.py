@@ -64,8 +64,8 @@ class LoRA:
     def require_layer(self, spec: MoELayerSpec) -> None:
         """Raise Unsupported for experts without adapters."""
         scheme, refused = spec.experts.scheme, None
-        if spec.in_stages or spec.token_rounding is not None:
-            refused = "a layer in stages or with token rounding"
+        if spec.norm_of_experts is not None:
+            refused = "a layer with a norm of each expert's result"
         elif scheme is not None and scheme.activations is not None:
             refused = f"experts with quantised activations ({scheme})"
         if refused is not None:
@@ -75,7 +75,8 @@ class LoRA:
         """`[slots, E or 1, inputs, outputs]` of each factor of the targets, with ranks padded to a multiple of 16."""
         experts, padded = 1 if self.shared else spec.num_experts, -(-self.largest // 16) * 16
         width = spec.experts.activation.input_width(spec.d_ff)
-        sides = {"gate_up": (spec.d_model, width), "down": (spec.d_ff, spec.d_model)}
+        d_model = spec.d_model if spec.latent is None else spec.latent.width
+        sides = {"gate_up": (d_model, width), "down": (spec.d_ff, d_model)}
         made: dict[str, tuple[int, ...]] = {}
         for target, (a, b) in TARGETS.items():
             if target in self.targets:

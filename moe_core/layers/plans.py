@@ -40,7 +40,7 @@ def layer_plans(
         width = spec.top_k if rounding is None else rounding.width(spec.top_k, spec.num_experts)
         ids, weights = (ArraySpec((x.shape[0], width), dtype) for dtype in ("int32", "float32"))
         operands = dataclasses.replace(operands, routing=TopK(ids, weights), token_mask=None)
-        limit = None if rounding is None else rounding.row_limit(spec.top_k)
+        limit = None if rounding is None or operands.lora is not None else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
     rows = x
     if spec.latent is not None:

@@ -132,20 +132,20 @@ def run_layer(
         lora = {"lora": operands.lora, "adapter_ids": operands.adapter_ids} if operands.lora is not None else {}
         result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared, **lora)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
-    if operands.lora is not None:
-        raise Unsupported(
-            "a layer with adapters runs as one op: gate_inputs, expert_ids, input_ids, capacity and other stages have "
-            "no adapters; leave them out"
-        )
-    result, counts = _run_stages(operands, around, spec, by, of_layer)
+    result, counts = _run_stages(operands, around, spec, by, of_layer, lora_dropout)
     return result._replace(output=_finished(result.output, around, spec)), counts
 
 
 def _run_stages(
-    operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, by: RoutedBy, of_layer: _Experts
+    operands: MoEOperands,
+    around: Mapping[str, LayerPart],
+    spec: MoELayerSpec,
+    by: RoutedBy,
+    of_layer: _Experts,
+    lora_dropout: float,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     x, router, mask = operands.x, operands.routing, operands.token_mask
-    moe_spec = of_layer.spec(spec, x.shape[0])
+    moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
     scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
@@ -177,13 +177,19 @@ def _run_stages(
         outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
         outside = outside if mask is None else outside & mask[:, None]
         invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
-    given_ids = TopK(ids, routing.weights)
+    given_ids, lora = TopK(ids, routing.weights), {}
+    if operands.lora is not None:
+        own = operands.adapter_ids if mask is None else jnp.where(mask, operands.adapter_ids, -1)
+        lora = {"lora": operands.lora, "adapter_ids": own}
     if spec.latent is None and spec.norm_of_experts is None:
-        limit = None if rounding is None else rounding.row_limit(spec.top_k)
+        limit = None if rounding is None or lora else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
-        result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared)
+        result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared, **lora)
     else:
-        result = _around_experts(operands, around, spec, given_ids, of_layer)
+        result = _around_experts(operands, around, (spec, moe_spec), given_ids, of_layer, lora)
+    if lora:
+        assert result.invalid_ids is not None
+        invalid_ids = invalid_ids + result.invalid_ids
     # Under a replay, the layer's choice: the experts' are the trace's, without a gradient.
     return result._replace(ids=ids, weights=routing.weights, logits=logits, invalid_ids=invalid_ids), counts
 
@@ -200,10 +206,14 @@ def _sparse_mixed(logits: jax.Array, epsilon: float, token_mask: Any) -> Routing
 
 
 def _around_experts(
-    operands: MoEOperands, around: Mapping[str, LayerPart], spec: MoELayerSpec, routing: TopK, of_layer: _Experts
+    operands: MoEOperands,
+    around: Mapping[str, LayerPart],
+    specs: tuple[MoELayerSpec, MoESpec],
+    routing: TopK,
+    of_layer: _Experts,
+    lora: dict[str, Any],
 ) -> MoEOutput | ParallelOutput:
-    x, experts = operands.x, operands.experts
-    moe_spec = of_layer.spec(spec, x.shape[0])
+    x, experts, (spec, moe_spec) = operands.x, operands.experts, specs
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
     rows = x
     if spec.latent is not None:
@@ -214,7 +224,7 @@ def _around_experts(
             rows = ops.rms_norm(rows, around["before"].norm, spec.latent.norm)
     if spec.norm_of_experts is None:
         plain = dataclasses.replace(moe_spec, router=None, shared_activation=None)
-        result = of_layer.run(rows, experts, routing, plain)
+        result = of_layer.run(rows, experts, routing, plain, **lora)
     else:
         output = _normalised(rows, experts, routing, moe_spec, (around["output"].norm, spec.norm_of_experts))
         result = MoEOutput(output, routing.ids, routing.weights, None, None, None)

@@ -25,7 +25,7 @@ from moe_torch.layers.blocks import act_as_block, block_weights
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
 from moe_torch.layers.casts import autocast, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
-from moe_torch.layers.lora.slots import run_with_adapters
+from moe_torch.layers.lora.slots import adapters_of, run_with_adapters
 from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import (
     ExpertParameters,
@@ -301,13 +301,14 @@ class MoE(PlannedLayer):
             arrays[self._mask_place] = mask_of_tokens(x, token_mask)
         if not (staged or return_aux or watch or adapted):
             return output_of(self, x, arrays, key, tensors)
-        if adapted:
-            results = run_with_adapters(self, arrays, x, adapter_ids, routed_by or self._runs_stages())
+        if adapted and not (routed_by or self._runs_stages()):
+            results = run_with_adapters(self, arrays, x, adapter_ids)
             output, counts, invalid, ids, chosen, logits, overflow = results
         elif staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
             preset_ids = given_ids(self, x, expert_ids, input_ids)
-            stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids)
+            lora = adapters_of(self, arrays[0], x, adapter_ids) if adapted else None
+            stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids, lora)
             output, ids, chosen, logits, counts, invalid, *_ = stage_results
             overflow = getattr(stage_results, "overflow", None)
         else:

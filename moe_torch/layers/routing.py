@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
 from moe_core.parallel import ParallelOutput
-from moe_core.specs import RouterSpec
-from moe_core.specs.operands import MoEOutput, RaggedLayout, RouterWeights, TopK
+from moe_core.specs import MoESpec, RouterSpec
+from moe_core.specs.operands import LoRAFactors, MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
@@ -21,20 +21,25 @@ from moe_torch.operators.kinds import as_int32
 
 
 def run_stages(
-    layer: Any, x: torch.Tensor, token_mask: torch.Tensor | None, scored: torch.Tensor, given: torch.Tensor | None
+    layer: Any,
+    x: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    scored: torch.Tensor,
+    given: torch.Tensor | None,
+    lora: tuple[LoRAFactors, torch.Tensor] | None = None,
 ) -> MoEOutput | ParallelOutput:
     """Run router, route and experts of a layer one by one.
 
-    scored: rows of the router, `[T, D]`. given int32 `[T, K]`: ids. None: the router chooses. ids are -1 for dropped
-    slots, and tokens_per_expert counts slots before. With token rounding in training, ids are `[T, W]` of
-    `TokenRounding.width`, and counts are those before rounding.
+    scored: rows of the router, `[T, D]`. given int32 `[T, K]`: ids. None: the router chooses. lora: factors, and each
+    token's adapter. ids are -1 for dropped slots, and tokens_per_expert counts slots before. With token rounding in
+    training, ids are `[T, W]` of `TokenRounding.width`, and counts are those before rounding.
     """
     spec = layer.spec
     rounding = spec.token_rounding if layer.training else None
     if rounding is not None:
         refuse_expert_parallel(own_part(layer.experts, "experts").exchange is not None)
         refuse_given_ids(given is not None)
-    if scored is x and given is None and not layer._runs_stages():
+    if scored is x and given is None and lora is None and not layer._runs_stages():
         # Only experts on several ranks are between the stages.
         dense = None if layer.shared_experts is None else layer.shared_experts.operands()
         whole = {"token_mask": token_mask, "shared": dense}
@@ -64,6 +69,9 @@ def run_stages(
         counts, invalid_ids = layout.group_sizes, layout.invalid_ids
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
     computed: Any = None
+    own_spec, adapters = dataclasses.replace(layer.moe_spec, router=None), {}
+    if lora is not None:
+        own_spec, adapters = _with_adapters(layer, own_spec, lora, token_mask)
     if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
         norm = (own_part(layer.output, "output").norm,) if normed else ()
         entering = x
@@ -74,22 +82,43 @@ def run_stages(
             entering = layer.before(entering)
         # Units of `fully_shard` cast tensors that they are called with.
         uncast = Uncast(weights) if is_gathered(experts) else weights
-        output = experts(entering, kept, uncast, *norm)
+        if lora is None:
+            output = experts(entering, kept, uncast, *norm)
+        else:
+            plain = dataclasses.replace(own_spec, shared_activation=None)
+            computed = experts.moe(entering, experts.operands(), TopK(kept, weights), plain, **adapters)
+            output = computed.output
         output = output if spec.latent is None else layer.after(output)
         if shared is not None:
             output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)
     else:
-        limit = None if rounding is None else rounding.row_limit(spec.top_k)
-        moe_spec = dataclasses.replace(layer.moe_spec, router=None, row_limit=limit)
+        limit = None if rounding is None or lora is not None else rounding.row_limit(spec.top_k)
+        moe_spec = dataclasses.replace(own_spec, row_limit=limit)
         dense = None if shared is None else shared.operands()
-        computed = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense)
+        computed = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense, **adapters)
         output = computed.output
     if given is not None:
         outside = (given < -1) | (given >= spec.num_experts)
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
+    if lora is not None:
+        invalid_ids = invalid_ids + computed.invalid_ids
     results = output, kept, weights, logits, counts, invalid_ids
     return computed._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if computed else MoEOutput(*results)
+
+
+def _with_adapters(
+    layer: Any, spec: MoESpec, lora: tuple[LoRAFactors, torch.Tensor], token_mask: torch.Tensor | None
+) -> tuple[MoESpec, dict[str, Any]]:
+    """The spec, and arguments, of experts with adapters."""
+    if has_own_call(layer.experts):
+        raise Unsupported(
+            "layer.experts of a layer with adapters must have no hooks and wrappers, which would see none of them, got "
+            "some; put them on the layer"
+        )
+    factors, ids = lora
+    spec = dataclasses.replace(spec, lora_dropout=0.0 if factors.seed is None else layer.lora.options.dropout)
+    return spec, {"lora": factors, "adapter_ids": ids if token_mask is None else ids.masked_fill(~token_mask, -1)}
 
 
 def _sparse_mixed(

@@ -15,15 +15,18 @@ import pytest
 import moe_jax
 from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.formats import scheme_named
+from moe_core.layers.around import OutputSpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors
 from moe_jax import LoRA
 from tests.support.jax import cpu_mesh, running_on, untyped
+from tests.support.training.lora_stages import STAGES
 
 nnx = pytest.importorskip("flax.nnx", reason="needs Flax")
 optax = pytest.importorskip("optax", reason="needs optax")
 
 from moe_jax import linen
-from moe_jax.nnx import ExpertsSpec, MoE
+from moe_jax.nnx import ExpertsSpec, MoE, SharedExpertsSpec
 
 D, F, E, K, T = 16, 8, 4, 2, 12
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, T // 2, D)), jnp.float32)
@@ -211,6 +214,37 @@ def test_a_mesh_splits_tokens() -> None:
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_layers_in_stages(name: str) -> None:
+    """Each token as a layer with its adapter merged has it, and without one as the layer before."""
+    options: Any = STAGES[name] | {"shared_experts": SharedExpertsSpec(24)}
+    layer, plain = (MoE(64, 48, 4, 2, rngs=nnx.Rngs(0), **options) for _ in range(2))
+    x, random = jnp.asarray(np.random.default_rng(0).standard_normal((33, 64)), jnp.float32), np.random.default_rng(1)
+    ids, mask = jnp.arange(33, dtype=jnp.int32) % 4 - 1, jnp.asarray(random.random(33) < 0.8)
+    width = 32 if name == "latent" else 64
+    shapes = {"a1": (width, 4), "b1": (4, 96), "a2": (48, 4), "b2": (4, width)}
+    drawn = [
+        LoRAFactors(**{one: random.standard_normal((4, *shape), np.float32) / 8 for one, shape in shapes.items()})
+        for _ in range(2)
+    ]
+    lora = layer.add_lora(LoRA(4, alpha=8, slots=3), rngs=nnx.Rngs(1))
+    for slot, factors in enumerate(drawn):
+        lora.load(slot, factors)
+    y, aux = layer(x, token_mask=mask, adapter_ids=ids, return_aux=True)
+    assert int(aux.invalid_ids[0]) == int((mask & (ids == 2)).sum())
+    base = plain(x, token_mask=mask)
+    for slot, factors in enumerate(drawn):
+        wanted = merged(plain, factors, 2.0)(x, token_mask=mask)
+        np.testing.assert_allclose(y[(ids == slot) & mask], wanted[(ids == slot) & mask], rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(y[(ids < 0) | (ids == 2)], base[(ids < 0) | (ids == 2)])
+    gradients = nnx.grad(
+        lambda layer: jnp.square(layer(x, token_mask=mask, adapter_ids=ids)).sum(),
+        argnums=nnx.DiffState(0, nnx.LoRAParam),
+    )(layer)
+    assert all(np.abs(one[:2]).sum() > 0 and not one[2].any() for one in jax.tree.leaves(gradients))
+    assert "d_lora.b2" in str(layer.explain(33, training=True))
+
+
 def test_plans_name_adapters() -> None:
     layer = make(LoRA(rank=4, slots=2))
     of_linen = linen.MoE(D, F, E, K, lora=LoRA(rank=4))
@@ -224,7 +258,7 @@ def test_plans_name_adapters() -> None:
 def test_refusals() -> None:
     layer, several = make(LoRA(rank=4)), make(LoRA(rank=4, slots=2))
     for call, message in (
-        (lambda: make(LoRA(rank=4), expert_scale=True), "lora must be None for a layer in stages"),
+        (lambda: make(LoRA(rank=4), output=OutputSpec(NormSpec(), "experts")), "a norm of each expert's result"),
         (lambda: make(LoRA(rank=4), num_layers=2), "lora must be None for a stack"),
         (lambda: make({"rank": 4}), "lora must be LoRA"),  # type: ignore[arg-type]
         (lambda: linen.MoE(D, F, E, K, lora=LoRA(rank=4), num_layers=2), "lora must be None for a stack"),
@@ -232,7 +266,6 @@ def test_refusals() -> None:
         (lambda: several(X), "adapter_ids must be given"),
         (lambda: several(X, adapter_ids=IDS[0]), r"adapter_ids must be int32\[2, 6\]"),
         (lambda: several(X, adapter_ids=IDS.astype(jnp.float32)), "adapter_ids must be int32"),
-        (lambda: layer(X, gate_inputs=X), "runs as one op"),
         (lambda: layer.add_lora(LoRA(rank=4), rngs=nnx.Rngs(0)), "no adapters yet"),
         (lambda: layer.lora.load(1, adapter(4, 0)), "slot must be"),
         (lambda: layer.lora.load(0, adapter(17, 0)), "factors.a1 must be"),

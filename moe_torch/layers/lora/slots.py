@@ -177,33 +177,32 @@ class LoRAParameters(torch.nn.Module):
         return str(self.options)
 
 
-def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_ids: Any, staged: bool) -> Any:
-    """The results of the operator for a layer with adapters, then the overflow or None. arrays: of the layer's
-    operator, rows first."""
+def adapters_of(layer: Any, rows: torch.Tensor, x: torch.Tensor, adapter_ids: Any) -> tuple[LoRAFactors, torch.Tensor]:
+    """The factors of a call, and ids int32 `[T]`. rows: x `[T, D]`."""
     lora: LoRAParameters | None = layer._modules["lora"]
     if lora is None:
         raise InvalidInput("adapter_ids must be None for a layer without adapters, got ids; call add_lora first")
-    if staged:
-        raise Unsupported(
-            "a layer with adapters runs as one operator: gate_inputs, expert_ids, input_ids, hooks and wrappers of its "
-            "parts have no adapters; remove them"
-        )
-    tokens = arrays[0].shape[0]
     if adapter_ids is None:
         if lora.options.slots > 1:
             raise InvalidInput("adapter_ids must be given to a layer with several slots, got None; pass int32 ids")
-        adapter_ids = torch.zeros(tokens, dtype=torch.int32, device=arrays[0].device)
+        adapter_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device)
     require_instance("adapter_ids", adapter_ids, torch.Tensor)
     if adapter_ids.shape != x.shape[:-1]:
         shape, got = list(x.shape[:-1]), list(adapter_ids.shape)
         raise InvalidInput(f"adapter_ids must be int32 {shape} like the tokens of x, got {got}; pass one id per token")
-    factors, ids = lora.bundle(), adapter_ids.reshape(-1)
+    return lora.bundle(), adapter_ids.reshape(-1)
+
+
+def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_ids: Any) -> Any:
+    """The results of the operator for a layer with adapters, then the overflow or None. arrays: of the layer's
+    operator, rows first."""
+    factors, ids = adapters_of(layer, arrays[0], x, adapter_ids)
     if layer._modules["experts"].__dict__.get("exchange") is None:
         return *call(*adapted_call(layer, arrays, factors, ids)), None
     parts, experts = layer._parts(), layer.experts
     router, shared = parts["router"], parts.get("shared_experts")
     routing = RouterWeights(router.weight, router.bias, router.correction_bias)
-    spec = dataclasses.replace(layer.moe_spec, lora_dropout=0.0 if factors.seed is None else lora.options.dropout)
+    spec = dataclasses.replace(layer.moe_spec, lora_dropout=0.0 if factors.seed is None else layer.lora.options.dropout)
     found = experts.moe(
         arrays[0], experts.operands(), routing, spec, token_mask=arrays[layer._mask_place],
         shared=None if shared is None else shared.operands(), lora=factors, adapter_ids=ids,

@@ -14,10 +14,13 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_core.checkpoint import ExpertAdapter, LoRAPair
+from moe_core.layers.around import OutputSpec
 from moe_core.specs import Activation, MoESpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors, map_arrays
 from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported, trace
 from tests.support.training.lora import PAIRS, Problem, draw, oracle
+from tests.support.training.lora_stages import STAGES
 
 OAI = Activation("swiglu_oai", gate_layout="interleaved")
 GRADIENTS = ("d_x", "d_routing.weights", *(f"d_lora.{name}" for name in PAIRS))
@@ -180,6 +183,59 @@ def test_many_adapters_train_at_once() -> None:
         assert torch.allclose(lora.b1.grad[slot], together[slot], atol=1e-5) and together[slot].any()
 
 
+def merged(layer: Any, slot: int) -> Any:
+    """The layer with a slot's adapter added to its weights."""
+    lora, other = layer.lora, copy.deepcopy(layer)
+    other.lora = None
+    with torch.no_grad():
+        for weight, number in ((other.experts.gate_up, 1), (other.experts.down, 2)):
+            a, b = (getattr(lora, f"{side}{number}")[slot] for side in "ab")
+            weight += (lora.scale[slot, :, None, None] * a @ b).mT
+    return other
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_layers_in_stages(name: str) -> None:
+    """Each token as a layer with its adapter merged has it, without one as the layer before, and frozen weights."""
+    torch.manual_seed(0)
+    shared = moe_torch.SharedExpertsSpec(24)
+    layer: Any = moe_torch.MoE.from_spec(MoELayerSpec(64, 48, 4, 2, shared_experts=shared, **STAGES[name]))
+    x, mask = torch.randn(33, 64), torch.rand(33) < 0.8
+    plain = layer(x, mask)
+    lora = layer.add_lora(LoRA(4, alpha=8, slots=3, dropout=0.5))
+    for slot in (0, 1):
+        lora.reset(slot)
+        for one in (lora.b1.data, lora.b2.data):
+            one[slot, :, :4] = torch.randn(4, 4, one.shape[-1]) / 8
+    ids = torch.arange(33, dtype=torch.int32) % 4 - 1
+    assert not torch.equal(layer(x, mask, adapter_ids=ids), layer(x, mask, adapter_ids=ids)), "dropout draws anew"
+    lora.options = dataclasses.replace(lora.options, dropout=0.0)
+    y, aux = layer(x, mask, adapter_ids=ids, return_aux=True)
+    assert int(aux.invalid_ids) == int((mask & (ids == 2)).sum()), "an empty slot counts, but not for masked tokens"
+    for slot in (-1, 0, 1, 2):
+        wanted = merged(layer, slot)(x, mask) if slot in (0, 1) else plain
+        of_slot = (ids == slot) & mask
+        torch.testing.assert_close(y[of_slot], wanted[of_slot], rtol=1e-4, atol=1e-4)
+    assert torch.equal(y[(ids < 0) | (ids == 2)], plain[(ids < 0) | (ids == 2)])
+    y.square().sum().backward()
+    assert lora.a1.grad[:2].abs().sum() > 0 and not lora.b2.grad[2].any() and layer.experts.down.grad is None
+    assert "d_lora.b2" in str(layer.explain(33, training=True))
+
+
+def test_given_experts_and_hooks_of_the_router() -> None:
+    layer, x = layer_of(), torch.randn(9, 64)
+    lora = layer.add_lora(LoRA(4))
+    lora.b1.data.normal_()
+    y, aux = layer(x, return_aux=True)
+    assert torch.equal(layer(x, expert_ids=aux.ids), y) and torch.equal(layer(x, gate_inputs=x), y)
+    seen: list[Any] = []
+    layer.router.register_forward_hook(lambda *given: seen.append(given))
+    assert torch.equal(layer(x), y) and len(seen) == 1
+    layer.experts.register_forward_hook(lambda *given: None)
+    with pytest.raises(Unsupported, match="must have no hooks and wrappers"):
+        layer(x)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_dtypes_autocast_and_programs(shared: bool) -> None:
     layer = layer_of(dtype=torch.bfloat16).eval()
@@ -210,7 +266,7 @@ def test_plans_of_a_layer_have_its_adapters(training: bool) -> None:
 
 
 REFUSED = {
-    "capacity": ({"capacity_factor": 1.0}, None, Unsupported, "in stages"),
+    "norms": ({"output": OutputSpec(NormSpec(), "experts")}, None, Unsupported, "norm of each expert's result"),
     "quantised rows": ({}, "fp8_block", Unsupported, "quantised activations"),
 }
 
@@ -248,8 +304,6 @@ def test_bad_slots_and_options() -> None:
             call()
     with pytest.raises(Unsupported, match="targets"):
         LoRA(4, targets=("router",))
-    with pytest.raises(Unsupported, match="expert_ids"):
-        layer(x, adapter_ids=ids, expert_ids=torch.zeros(3, 2, dtype=torch.int64))
 
 
 def test_traces_and_float64() -> None:
