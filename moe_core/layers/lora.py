@@ -48,9 +48,10 @@ class LoRA:
         require_at_least("max_rank", self.largest, self.rank)
         require_flags(self, "rslora", "shared")
         if not self.targets or not set(self.targets) <= set(TARGETS) or len(set(self.targets)) < len(self.targets):
-            names, message = "gate_up and down", "targets must be among {}, each once, got {}; name these alone"
-            kind = Unsupported if {"router", "shared_experts"} & set(self.targets) else InvalidInput
-            raise kind(message.format(names, self.targets))
+            kind, fix = InvalidInput, "name these alone"
+            if {"router", "shared_experts"} & set(self.targets):
+                kind, fix = Unsupported, "in torch, name the others in PEFT's target_parameters"
+            raise kind(f"targets must be among gate_up and down, each once, got {self.targets}; {fix}")
         if not 0 <= self.dropout < 1:
             raise InvalidInput(f"dropout must be in [0, 1), got {self.dropout}; pass a probability")
 

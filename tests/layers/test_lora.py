@@ -10,6 +10,8 @@ import pytest
 from moe_core import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, LoRA, MoELayerSpec
+from moe_core.layers.around import OutputSpec
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors
 
 
@@ -70,7 +72,8 @@ def test_adapters_that_do_not_fit() -> None:
         lora.require_slot(1)
     with pytest.raises(InvalidInput, match="rank must be"):
         lora.require_rank(4)
-    for spec in (layer(expert_scale=True), layer(experts=ExpertsSpec(scheme=scheme_named("fp8_channel")))):
+    normed = layer(output=OutputSpec(NormSpec(), "experts"))
+    for spec in (normed, layer(experts=ExpertsSpec(scheme=scheme_named("fp8_channel")))):
         with pytest.raises(Unsupported, match="lora must be None"):
             lora.require_layer(spec)
-    lora.require_layer(layer())
+    lora.require_layer(layer(expert_scale=True))

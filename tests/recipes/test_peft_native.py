@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_torch import InvalidInput, MoE, Unsupported
+from moe_torch import InvalidInput, MoE, SharedExpertsSpec, Unsupported
 from moe_torch.transformers import use
 from tests.support.families import tiny
 
@@ -184,6 +184,32 @@ def test_bf16_is_nearer_to_float64_than_whole_weights() -> None:
         with moe_torch.peft.native(model) if native else contextlib.nullcontext():
             errors.append(float((step(model)[0].double() - exact).norm() / exact.norm()))
     assert errors[1] < 1.1 * errors[0], errors
+
+
+PARTS = ("router.weight", "shared_experts.gate_up", "shared_experts.down", "shared_experts.gate")
+
+
+def test_adapters_of_the_router_and_of_shared_experts() -> None:
+    """Of a layer and of a model, beside the experts': PEFT's numbers and gradients, and its merge."""
+    shared = torch.nn.Sequential(MoE(16, 8, 4, 2, shared_experts=SharedExpertsSpec(8, True)))
+    layer = peft.get_peft_model(shared, config(targets=("0.experts.gate_up", *(f"0.{name}" for name in PARTS))))
+    x, found = torch.randn(9, 16), []
+    for native in (False, True):
+        layer.zero_grad()
+        with moe_torch.peft.native(layer) if native else contextlib.nullcontext():
+            y = layer(x)
+            y.square().sum().backward()
+        named = layer.named_parameters()
+        found.append((y.detach(), {name: one.grad.clone() for name, one in named if one.grad is not None}))
+    assert_same(*found, "layer")
+    assert len(found[0][1]) == 10 and all(one.any() for one in found[0][1].values())
+    torch.testing.assert_close(layer.merge_and_unload()(x), found[0][0], rtol=1e-4, atol=1e-5)
+    options = {"target_modules": ["shared_expert.gate_proj", "shared_expert.down_proj"]}
+    model = peft.get_peft_model(tiny("qwen2_moe"), config(targets=(*BOTH, "mlp.gate.weight"), **options))
+    wanted = step(model)
+    use(model)
+    assert_same(step(model), wanted, "model")
+    assert {"gate", "down_proj", "gate_proj"} <= {name.split(".lora_")[0].split(".")[-1] for name in wanted[1]}
 
 
 def test_what_falls_back_says_so() -> None:

@@ -156,10 +156,7 @@ REFUSED: dict[str, list[Refused]] = {
         ("rounding=*, trace=replay ids", "token_rounding needs a trace with weights"),
         ("groups=*, router's input=sparse_mixer", _MIXER),
         ("LoRA=*, quantised activations=*", "must be None (for experts with quantised activations|with lora)"),
-        *((f"LoRA=*, {name}", "(take|have) no adapters") for name in (
-            "latent=*", "norms=router", "norms=each expert", "capacity=*", "rounding=*", "router's input=*",
-            "expert_scale=*",
-        )),
+        ("LoRA=*, norms=each expert", "take no adapters"),
         ("bias on scores=*, router's input=sparse_mixer", _MIXER),
         ("scoring=*, router's input=sparse_mixer", _MIXER),
         ("weight on input=*, router's input=sparse_mixer", _MIXER),
@@ -176,8 +173,8 @@ REFUSED: dict[str, list[Refused]] = {
         ("main_grad=*, export=*", "main_grad=True adds to buffers in place"),
         ("main_grad=*, autocast=*", "main_grad must be False under torch.autocast"),
         ("shared experts=*, hooks=*, main_grad=*", "layer.shared_experts must be without hooks and wrappers"),
-        ("LoRA=*, PEFT=*", "have no adapters"),
-        ("LoRA=*, hooks=*", "have no adapters"),
+        ("LoRA=*, PEFT=*", "must have no hooks and wrappers"),
+        ("LoRA=*, hooks=*", "must have no hooks and wrappers"),
         ("PEFT=*, export=*", "down"),  # a KeyError of PEFT's, whose parametrisations cannot be exported
     ],
     "ranks": [

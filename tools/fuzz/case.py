@@ -361,9 +361,8 @@ def _not_rounded(case: Case) -> str | None:
 
 
 def _not_adapted(case: Case) -> bool:
-    apart = ("between", "capacity", "tile", "router_norm", "expert_scale", "gate_inputs", "given_ids", "table", "mixer")
-    apart += ("activations", "stack", "prepacked", "main_grad")
-    return case.kind not in ("moe", "layer") or case.packs > 1 or any(getattr(case, name) for name in apart)
+    apart = any(getattr(case, name) for name in ("activations", "stack", "prepacked", "main_grad"))
+    return case.kind not in ("moe", "layer") or case.packs > 1 or case.out_norm == "experts" or apart
 
 
 def _has_rules(case: Case) -> bool:

@@ -229,7 +229,12 @@ def _draw_adapters(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
     """Slots of every rank up to 16, some empty; entries behind a rank hold numbers. Some ids name no adapter."""
     by_expert, alone = (case.adapters, case.E), case.kind == "layer" and case.adapters == 1
     count = 1 if case.shared_factors else case.E
-    for name, sides in {"a1": (case.D, 16), "b1": (16, case.width), "a2": (case.F, 16), "b2": (16, case.D)}.items():
+    for name, sides in {
+        "a1": (case.inner, 16),
+        "b1": (16, case.width),
+        "a2": (case.F, 16),
+        "b2": (16, case.inner),
+    }.items():
         plain[f"lora.{name}"] = draw.normal(case.adapters, count, *sides, rms=sides[0] ** -0.5)
     scale, ranks = draw.uniform(*by_expert) + 0.25, draw.integers(-2, 17, *by_expert).clamp(min=int(alone))
     if case.adapters > 2:

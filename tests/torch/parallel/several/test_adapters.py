@@ -315,6 +315,7 @@ def other_calls(group: Any) -> Any:
         x, ids = rows_of_layer()[0][6 * rank % 13 :][:5], torch.arange(5, dtype=torch.int32) % 4 - 1
         layers = [make_layer(options, one).eval() for one in (parallel, hosts)]
         found = [layer(x, adapter_ids=ids) for layer in layers]
+        found.append(layers[0](x, adapter_ids=ids, gate_inputs=x))  # in stages
         layers[0].train()
         for seed in (0, 0, 1):
             torch.manual_seed(seed + 10 * rank)
@@ -325,7 +326,6 @@ def other_calls(group: Any) -> Any:
         given: Any = (x, layers[0].experts.operands(), TopK(ids[:, None], x[:, :1]), PLAIN)
         calls = (
             lambda: Rebalancer([layers[0]], parallel),
-            lambda: layers[0](x, adapter_ids=ids, gate_inputs=x),
             lambda: moe(*given, parallel=parallel, placement=moved, lora=LoRAFactors()),
             lambda: moe(*given, parallel=parallel, placement=moved, adapter_ids=ids),
         )
@@ -338,13 +338,13 @@ def other_calls(group: Any) -> Any:
 
 
 def test_hosts_dropout_and_refusals(ranks: Pool) -> None:
-    for (plain, hosts, first, again, other), raised, has_gradient in ranks.call(other_calls, [()] * 4):
+    for (plain, hosts, staged, first, again, other), raised, has_gradient in ranks.call(other_calls, [()] * 4):
         np.testing.assert_array_equal(plain, hosts)
+        np.testing.assert_array_equal(plain, staged)
         np.testing.assert_array_equal(first, again)
         assert has_gradient and (first != other).any() and (first != plain).any()
         texts = (
             "Unsupported: layers with adapters do not move experts",
-            "Unsupported: a layer with adapters runs as one operator",
             "Unsupported: lora must be None with a MovingPlacement",
             "InvalidInput: adapter_ids must be None without lora",
         )
