@@ -136,10 +136,10 @@ def test_the_bits_of_one_device(way: ExchangeSpec, monkeypatch: pytest.MonkeyPat
             require_alone(run_group(problem, lora, ids, way), alone, problem, "other columns")
 
 
-@pytest.mark.parametrize(("experts", "tokens"), [(8, (4, 3)), (7, (6,))])
-def test_layers_split_their_experts(experts: int, tokens: tuple[int, ...]) -> None:
-    """Factors may be whole on every device; few tokens, and numbers that the axis does not divide."""
-    spec, options = MoELayerSpec(16, 8, experts, 2), LoRA(4, slots=3)
+@pytest.mark.parametrize(("experts", "tokens", "staged"), [(8, (4, 3), False), (7, (6,), True)])
+def test_layers_split_their_experts(experts: int, tokens: tuple[int, ...], staged: bool) -> None:
+    """Factors may be whole on every device; few tokens, and numbers that the axis does not divide. Also in stages."""
+    spec, options = MoELayerSpec(16, 8, experts, 2, expert_scale=staged), LoRA(4, slots=3)
     parameters = layers.initialize(spec, jax.random.key(0))
     arrays = slots.initial_adapters(options, spec, jax.random.key(1), jnp.float32)
     arrays = slots.new_adapter(arrays, options, 1, jax.random.key(2))
