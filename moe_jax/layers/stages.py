@@ -132,6 +132,8 @@ def run_layer(
         lora = {"lora": operands.lora, "adapter_ids": operands.adapter_ids} if operands.lora is not None else {}
         result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared, **lora)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
+    if operands.lora is not None and spec.norm_of_experts is not None:
+        raise Unsupported("layers with a norm of each expert's result take no adapters, got some; leave them out")
     result, counts = _run_stages(operands, around, spec, by, of_layer, lora_dropout)
     return result._replace(output=_finished(result.output, around, spec)), counts
 

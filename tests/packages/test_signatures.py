@@ -19,6 +19,7 @@ PUBLISHED = {
     "moe_torch/modular/experts.py": {"apply"},
     "moe_torch/modular/gpt_oss.py": {"triton_kernel_fused_experts", "triton_kernel_moe_forward"},
     "moe_torch/modular/kernel.py": {"forward"},
+    "moe_torch/modular/newest/lora.py": {"apply_w13_lora", "apply_w2_lora"},
     "moe_torch/modular/newest/monolithic.py": {"apply"},
     "moe_torch/modular/prepare_finalize.py": {"prepare"},
     "moe_jax/modular/deep_gemm.py": {"deep_gemm_experts", "batched_deep_gemm_experts", "triton_or_deep_gemm_experts"},
