@@ -126,7 +126,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_tells_wrong_adapters(dtype: str) -> None:
-    """B's columns in the other order, and a missing scale."""
+    """B's columns in the other order, a missing scale, and one that is 5 % off."""
     weights, part = layer(dtype), adapter()
     base = AdapterBase(E, D, F, 2 * F, "out_in", "halves")
     merged = merge_adapter(weights, part).weights
@@ -134,7 +134,10 @@ def test_verify_tells_wrong_adapters(dtype: str) -> None:
     pair = part.down
     assert pair is not None
     order = pair.b.transpose(2, 1, 0).reshape(D, E, R).transpose(1, 2, 0)
-    for wrong in (dataclasses.replace(pair, b=order), dataclasses.replace(pair, scale=np.ones(E, np.float32))):
+    wrongs = [{"b": order}, {"scale": np.ones(E, np.float32)}]
+    wrongs += [{"scale": pair.scale * np.float32(1.05)}] if dtype == "float32" else []
+    for changes in wrongs:
+        wrong = dataclasses.replace(pair, **changes)
         planted = Adapter(base, {"layers.0": dataclasses.replace(part, down=wrong)}, {}, "peft")
         with pytest.raises(InvalidInput, match="verify must agree with the adapter, got weights of down, layer 0"):
             verify_adapter(planted, 0, weights, merged)

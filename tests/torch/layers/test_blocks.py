@@ -12,6 +12,7 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
 from moe_torch import MoE, layer_spec_from_config
+from moe_torch.layers.block_names import BlockArray
 from tests.support.families import tiny
 from tests.support.layers import tolerances
 from tests.support.torch import in_flat_buffer, mapped, on_engines, running_on, to_numpy
@@ -352,6 +353,14 @@ def test_the_blocks_router_chooses_in_bfloat16(family: str) -> None:
     layer.set_submodule("router", torch.nn.Sequential(layer.router))
     with pytest.raises(Unsupported, match="would not follow, got Sequential; leave block_router out"):
         layer(x)
+
+
+def test_router_arrays_go_back_in_their_type_and_shape() -> None:
+    table = BlockArray("router.table", ("gate.tid2eid",), (4, 2), torch.int64)
+    (back,) = table.split(table.join([torch.ones(4, 2, dtype=torch.int64)]))
+    assert back.dtype == torch.int64 and back.shape == (4, 2)
+    bias = BlockArray("router.correction_bias", ("gate.bias",), (1, 4), torch.float32)
+    assert bias.split(bias.join([torch.ones(1, 4)]))[0].shape == (1, 4)
 
 
 @pytest.mark.parametrize("family", ["llama4", "phimoe", "deepseek_v4", "afmoe"])
