@@ -155,6 +155,13 @@ def rows_by_pair(counts: np.ndarray, receive: int | None = None) -> np.ndarray:
     return pairs if receive is None else np.clip(receive - (np.cumsum(pairs, axis=0) - pairs), 0, pairs)
 
 
+def first_rows(runs: np.ndarray, most: int) -> np.ndarray:
+    """Return runs int32 `[W, L]` cut behind the first `most` rows."""
+    flat = runs.reshape(-1).astype(np.int64)
+    start = np.cumsum(flat) - flat
+    return np.clip(most - start, 0, flat).reshape(runs.shape).astype(np.int32)
+
+
 def splits(counts: np.ndarray, rank: int, receive: int | None = None) -> Splits:
     """Return the splits of a rank, from counts int32 `[W, G]`. An owner takes the first `receive` rows.
 

@@ -203,11 +203,11 @@ def peak_of(spec: ExchangeSpec, training: bool, buffers: tuple[ExchangeBuffer, .
     if spec.mode == "peer":
         # Gathered rows stay until the last chunk has been sent. Lanes compute two chunks at once.
         scratch *= 1 + runs_in_lanes(spec)
-        behind = parts or output
+        behind, stays = parts or output, 0
         if spec.chunks > 1:
             # The output is allocated first, since each chunk writes to it.
-            gathered, behind = gathered + behind, 0
-        held = gathered + max(returned, results + returned + scratch, results + kept + behind)
+            gathered, behind, stays = gathered + behind, 0, gathered + behind
+        held = max(gathered + returned, stays + results + returned + scratch, stays + results + kept + behind)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     # Rows that are sent weigh less than what comes back for them.

@@ -38,7 +38,8 @@ from moe_torch.layers.losses import router_losses
 from moe_torch.layers.parameters import PrepackedExperts, is_gathered
 from moe_torch.layers.placed import ExpertTensor, PlacedTensor, Slice, filled_up, held_experts
 from moe_torch.layers.shards import Own
-from moe_torch.parallel.forward import Calls, ExpertParallel, called, tell_peers, tells_peers
+from moe_torch.parallel.axes import ExpertParallel, tell_peers, tells_peers
+from moe_torch.parallel.forward import Calls, called
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.tensor import total_of
 

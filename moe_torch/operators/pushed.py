@@ -14,12 +14,12 @@ from moe_core.ops.moe.forward import launches_behind_hidden
 from moe_core.ops.moe.names import result_names
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOutput, TopK
-from moe_torch.bridge.operator import Operator, Outputs
+from moe_torch.bridge.operator import Operator, Outputs, call
 from moe_torch.bridge.ready import Begun
 from moe_torch.bridge.signature import Signature
 from moe_torch.operators import table
 from moe_torch.operators.kinds import TrainingOperator
-from moe_torch.operators.requests import reads_formats
+from moe_torch.operators.requests import Request, reads_formats
 from moe_torch.operators.shapes import wide_gradients
 
 _BUNDLES, _RESULTS = table.moe_bundles(TopK), len(result_names(TopK))
@@ -76,6 +76,17 @@ QUANTIZED_BACKWARDS = (
 )
 
 
+def push_request(
+    x: Any, experts: Any, routing: Any, spec: Any, *, results_at: Any, gradients_at: Any = None, memory: Any = None
+) -> Request:
+    operator = EXPERTS_PUSH_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_PUSH
+    arguments = operator.arguments(
+        x=x, experts=experts, routing=routing, token_mask=None, expert_map=None, shared=None, results_at=results_at,
+        gradients_at=gradients_at, memory=memory, spec=spec,
+    )  # fmt: skip
+    return Request(operator, arguments)
+
+
 def experts_push(
     x: torch.Tensor,
     experts: ExpertWeights,
@@ -105,11 +116,8 @@ def experts_push(
     Raises:
         InvalidInput: as `moe`, and for a spec with out_dtype.
     """
-    operator = EXPERTS_PUSH_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_PUSH
-    output, tokens_per_expert, invalid_ids = operator.call(
-        x=x, experts=experts, routing=routing, token_mask=None, expert_map=None, shared=None, results_at=results_at,
-        gradients_at=gradients_at, memory=memory, spec=spec,
-    )  # fmt: skip
+    arrays: Any = {"results_at": results_at, "gradients_at": gradients_at, "memory": memory}
+    output, tokens_per_expert, invalid_ids = call(*push_request(x, experts, routing, spec, **arrays))
     return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
 
 

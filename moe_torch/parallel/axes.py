@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
 from moe_torch.bridge.options import require_instance
@@ -20,6 +24,7 @@ from moe_torch.parallel.deep_ep import require_buffer
 from moe_torch.parallel.group import Ranks, levels_of, ranks_of
 from moe_torch.parallel.peer.interface import require_peer_format
 from moe_torch.parallel.rollcall import register
+from moe_torch.parallel.routes import tell_failure
 from moe_torch.parallel.tensor import TensorRanks, require_apart
 
 _Made = TypeVar("_Made")
@@ -191,3 +196,24 @@ class ExpertParallel:
     def axis(self) -> Any:
         """The mesh as one axis of all ranks."""
         return self.mesh if levels_of(self.mesh) is None else flat_mesh(self.mesh)
+
+
+def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
+    """Return True if the host waits for a message that reports failed ranks."""
+    return parallel.exchange.mode == "all_to_all" or device.type == "cpu"
+
+
+def tell_peers(
+    parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
+) -> None:
+    """Tell ranks that wait for a message that this one raises before the exchange.
+
+    tensor: messages over that axis so far. Best effort: the caller must see the first error.
+    """
+    if tells_peers(parallel, device):
+        tensor = parallel.tensor_ranks() if tensor is None else tensor
+        with contextlib.suppress(RuntimeError):
+            if tensor is not None and not tensor.told:
+                tensor.tell_failure(device)
+        with contextlib.suppress(RuntimeError):
+            tell_failure(parallel.ranks(), parallel.exchange, placement, device)

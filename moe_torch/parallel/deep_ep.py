@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from moe_core.specs.operands import RaggedLayout
 from moe_torch import ops
 from moe_torch.parallel.exchange import physical_ids
 from moe_torch.parallel.group import Arriving, Ranks
-from moe_torch.parallel.route import ExchangeCall, Gradients, Total
+from moe_torch.parallel.route import ExchangeCall, Gradients, Planner, Total
 from moe_torch.parallel.routes import one_group, take_slots
 from moe_torch.parallel.tensor import counts_of
 
@@ -123,6 +123,8 @@ class BufferRoutes:
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
 
+    stores: ClassVar[bool] = False
+
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         rows = values if self.slots is None else take_slots(values, self.slots, self.call.plan.top_k)
         arriving = self.layout.push(rows.contiguous())
@@ -162,10 +164,8 @@ def _columns(call: ExchangeCall) -> int:
     return deep_ep_unit(call.ranks.size) // 2
 
 
-class BufferPlanner:
+class BufferPlanner(Planner):
     """See `Planner`. Ranks compare headers over the group before the buffer is used."""
-
-    arriving: Arriving | None = None
 
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None

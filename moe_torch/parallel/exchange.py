@@ -16,10 +16,10 @@ _captured: set[tuple[torch.Tensor, ...]] = set()
 
 def constants(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return int32 arrays on a device, copied once: copies wait for the device, and graphs cannot capture them."""
-    return _kept(_constants(rows, device), device)
+    return kept(_constants(rows, device), device)
 
 
-def _kept(arrays: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def kept(arrays: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.add(arrays)
     return arrays
@@ -35,7 +35,7 @@ def placement_tables(
     placement: Placement, device: torch.device, host: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, ...]:
     """places and start of `PlacementTables`, on a device. host: of `tables_of_host`."""
-    return _kept(_placed(placement, device, host), device)
+    return kept(_placed(placement, device, host), device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -48,7 +48,7 @@ def header_on_device(header: Header, layer: int, number: int, device: torch.devi
     """`header.of_call(layer, number)` int32 `[8]`. All layers' are copied at once, so later calls copy nothing."""
     if device.type == "cpu":
         return constants((tuple(header.of_call(layer, number)),), device)[0]
-    return _kept(_header_rows(header, -(-layer // 64) * 64, device), device)[layer * CALLS + number % CALLS]
+    return kept(_header_rows(header, -(-layer // 64) * 64, device), device)[layer * CALLS + number % CALLS]
 
 
 @functools.lru_cache(maxsize=1024)

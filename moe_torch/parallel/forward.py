@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -42,21 +42,22 @@ from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
 from moe_torch.operators.kinds import as_float32, as_int32
 from moe_torch.operators.routed import routed
+from moe_torch.operators.stages import ROUTE
 from moe_torch.parallel.adapters import RankAdapters
 from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
+from moe_torch.parallel.axes import tell_peers
 from moe_torch.parallel.calls.compiled import Calls as Calls
 from moe_torch.parallel.calls.compiled import across_ranks, run_by_operators, traceable
-from moe_torch.parallel.calls.known import Call
+from moe_torch.parallel.calls.known import Call, Known, repeated
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
-from moe_torch.parallel.peer.chunks import routes_of_adapters, run_peer
 from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import require_room, tell_failure
-from moe_torch.parallel.tensor import Brought, TensorRanks, bias_once, counts_of
+from moe_torch.parallel.routes import require_room
+from moe_torch.parallel.tensor import Brought, bias_once, counts_of
 
 
 def moe(
@@ -146,10 +147,17 @@ def exchanged(
             f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
         )
     # Compiled code that calls it compiles nothing here.
-    result = uncompiled(Exchange(parallel, placement, ranks, moving, calls).run)(operands.x, operands, spec)
+    exchange = Exchange(parallel, placement, ranks, moving, calls)
+    result = _run_of("torch._dynamo" in sys.modules)(exchange, operands.x, operands, spec)
     # Only what all ranks have done: failed calls are told, and do not count.
     calls.number += 1
     return result
+
+
+@functools.cache
+def _run_of(compiles: bool) -> Callable[..., ParallelOutput]:
+    """`Exchange.run`, wrapped once where the compiler may be at work: that takes as long as several launches."""
+    return uncompiled(Exchange.run)
 
 
 class Exchange:
@@ -186,7 +194,7 @@ class Exchange:
                     dense()  # Nothing overlaps with it.
                 if exchange.chunks > 1 and asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(exchange)
-            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask, known is not None)
+            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask, known)
             ids, weights = routed(ids, weights, placement.num_experts)
             given = (x, weights, *[one for _, one in (*named_arrays(experts), *arrays)]) if known is None else ()
             asked = known.asked if known else asks_gradients(given)
@@ -206,48 +214,44 @@ class Exchange:
                 like.remember(plan, asked)
             else:
                 plan = known.plan
-            tensor, planner, ids_of_adapters = self.tensor, None, None if adapters is None else adapters.ids
+            tensor, ids_of_adapters = self.tensor, None if adapters is None else adapters.ids
             brought = Brought(x, wide[0], ids, weights, mask, ids_of_adapters)
-            call = ExchangeCall(
-                self.ranks, plan, self.moving, self.calls.layer, self.calls.number, self.levels, self.parallel.buffer
-            )
+            steps = None if known is None else known.plain_steps
+            numbers = self.calls.layer, self.calls.number
+            call = ExchangeCall(self.ranks, plan, self.moving, *numbers, self.levels, self.parallel.buffer, steps)
             if tensor is not None:
                 brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)
-            if plan.spec.mode != "peer":
-                planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask)
+            planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask, returns=lora is not None)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device, self.tensor)
             raise
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None, lora)
+        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None, lora, steps, like.tensors)
         dense_of_parts, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
-        if planner is None and lora is None:
-            results = run_peer(call, brought, owner, dense_of_parts, of_parts)
-            del brought
-        else:
-            routes: Any
-            values: Any = brought.x
-            if planner is None:
-                routes, counted = routes_of_adapters(call, brought)
-            else:
-                routes_of = planner.start(brought.x.detach() if brought.x.requires_grad else brought.x)
-                if dense is not None:
-                    dense()  # The host waits for counts behind it.
-                routes = routes_of()
-                counted = routes.tokens_per_expert, routes.invalid_ids
-                # What has left, or arrived, is not kept.
-                values, planner.arriving = planner.arriving or brought.x, None
-                del routes_of
-            rows, row_weights = dispatch(routes, values, brought.wide, brought.weights)
+        results = None if lora is not None else planner.schedule(brought, owner, dense_of_parts, of_parts)
+        if results is None:
+            routes_of = planner.start(brought.x.detach() if brought.x.requires_grad else brought.x)
+            if dense is not None:
+                dense()  # The host waits for counts behind it.
+            routes: Any = routes_of()
+            # What has left, or arrived, is not kept.
+            values, planner.arriving = planner.arriving or brought.x, None
+            del routes_of
+            stored = lora is None and routes.stores
+            rows, row_weights = dispatch(routes, values, brought.wide, brought.weights, stored=stored)
             del values
             own = None if brought.adapter_ids is None else routes.push_ids(brought.adapter_ids)
             del brought
-            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, adapter_ids=own)
+            results_at = routes.results_at() if stored else None
+            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, results_at, own)
             # Without training, rows that come home can use this memory.
             del rows
-            output = combine(routes, result.output, dense_of_parts() if dense_of_parts else (None, None), of_parts)
+            dense_rows = dense_of_parts() if dense_of_parts else (None, None)
+            output = combine(routes, result.output, dense_rows, of_parts, stored=stored)
+            planner.ended(routes, of_parts)
+            counted = routes.tokens_per_expert, routes.invalid_ids
             results = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
             output = tensor.total(results.output, x, dense() if dense else (None, None), dtype)
@@ -316,8 +320,9 @@ class Exchange:
         require_row_scales(spec, experts)
 
     def _route(
-        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: Any, known: bool
+        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: Any, known: Known | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        steps = None if known is None else known.plain_steps
         if isinstance(routing, TopK):
             if not known:
                 ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)
@@ -338,7 +343,11 @@ class Exchange:
             logits = ops.router(rows, routing.weight, bias=routing.bias, spec=options, wide=wide)
         else:
             logits = routing.logits
-        ids, weights = ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask)
+        bias: dict[str, Any] = {"correction_bias": routing.correction_bias, "token_mask": mask}
+        if steps is None:
+            ids, weights = ops.route(logits, spec.router, **bias)
+        else:
+            ids, weights = repeated(steps, ("route",), ROUTE, logits=logits, **bias, given=None, spec=spec.router)
         if not known:
             require_scores(logits.shape, len(x), self.placement)
         return ids, weights, logits
@@ -373,24 +382,3 @@ def plan_of(
     split = parallel.split
     plan = plan_exchange(*sizes, placement, exchange, training=training, tensor=split)
     return plan.of_experts(experts)
-
-
-def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
-    """Return True if the host waits for a message that reports failed ranks."""
-    return parallel.exchange.mode == "all_to_all" or device.type == "cpu"
-
-
-def tell_peers(
-    parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
-) -> None:
-    """Tell ranks that wait for a message that this one raises before the exchange.
-
-    tensor: messages over that axis so far. Best effort: the caller must see the first error.
-    """
-    if tells_peers(parallel, device):
-        tensor = parallel.tensor_ranks() if tensor is None else tensor
-        with contextlib.suppress(RuntimeError):
-            if tensor is not None and not tensor.told:
-                tensor.tell_failure(device)
-        with contextlib.suppress(RuntimeError):
-            tell_failure(parallel.ranks(), parallel.exchange, placement, device)

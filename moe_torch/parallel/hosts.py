@@ -19,6 +19,7 @@ from moe_core.parallel.header import Header, compare_headers
 from moe_torch.parallel import exchange
 from moe_torch.parallel.deep_ep import BufferPlanner
 from moe_torch.parallel.group import Arriving, Ranks
+from moe_torch.parallel.peer.chunks import PeerPlanner
 from moe_torch.parallel.route import ExchangeCall, Planner
 from moe_torch.parallel.routes import Blocks, CollectiveRoutes, Counted, take_slots
 from moe_torch.parallel.tensor import counts_of
@@ -68,10 +69,8 @@ def _plan(plan: ExchangePlan, placement: Placement, tokens: int) -> ExchangePlan
     return plan_exchange(*sizes, placement, ExchangeSpec(), training=plan.training).of_experts(plan.experts)
 
 
-class HostPlanner:
+class HostPlanner(Planner):
     """See `plan_routes`."""
-
-    arriving: Arriving | None = None
 
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
@@ -129,12 +128,20 @@ class HostPlanner:
 
 
 def plan_routes(
-    call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None = None
+    call: ExchangeCall,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    token_mask: torch.Tensor | None = None,
+    *,
+    returns: bool = False,
 ) -> Planner:
-    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`; not for mode `peer`.
+    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`.
 
-    token_mask bool `[T]`: False tokens have no slots. Raises InvalidInput, Unsupported.
+    token_mask bool `[T]`: False tokens have no slots. returns: owners return results as rows. Raises InvalidInput,
+    Unsupported.
     """
+    if call.plan.spec.mode == "peer":
+        return PeerPlanner(call, ids, weights, token_mask, returns)
     if call.buffer is not None:
         return BufferPlanner(call, ids, weights, token_mask)
     if call.levels is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,19 @@ from moe_core.parallel.placement import Placement
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, LoRAFactors, MoEOutput, TopK
 from moe_torch import ops
+from moe_torch.operators.pushed import push_request
+from moe_torch.operators.requests import moe_request
 from moe_torch.operators.routed import hidden
 from moe_torch.parallel import peer_ops
+from moe_torch.parallel.calls.known import Step, Steps
 
 Multiprocessors = tuple[int | None, int | None]
 
 
-class Owner(NamedTuple):
-    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went. lora: adapters."""
+@dataclasses.dataclass
+class Owner:
+    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went. lora: adapters.
+    steps: see `ExchangeCall`. tensors: of the call, experts' included."""
 
     experts: ExpertWeights
     spec: MoESpec
@@ -27,6 +33,8 @@ class Owner(NamedTuple):
     top_k: int
     stores_gradients: bool
     lora: LoRAFactors | None = None
+    steps: Steps | None = None
+    tensors: Sequence[torch.Tensor] = ()
 
     def __call__(
         self,
@@ -40,12 +48,27 @@ class Owner(NamedTuple):
 
         group_tokens: of all ranks. results_at: where results are stored. None: they are returned. adapter_ids: of rows.
         """
+        key, steps = ("owner", len(rows), group_tokens), self.steps
+        if steps is not None and (step := steps.get(key) or steps.find(key)):
+            passed = [rows.data_ptr(), routing.ids.data_ptr(), routing.weights.data_ptr()]
+            passed += [] if results_at is None else [results_at.data_ptr()]
+            output, *counts = step.run(self.tensors, *passed)
+            return MoEOutput(output, routing.ids, routing.weights, None, *counts)
         spec = self._spec(routing, group_tokens)
         if results_at is None:
             with hidden():
-                return ops.moe(rows, self.experts, routing, spec, lora=self.lora, adapter_ids=adapter_ids)
-        gradients_at = results_at if self.stores_gradients else None
-        return peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
+                result = ops.moe(rows, self.experts, routing, spec, lora=self.lora, adapter_ids=adapter_ids)
+        else:
+            gradients_at = results_at if self.stores_gradients else None
+            result = peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
+        if steps is not None:
+            request, names = moe_request(rows, self.experts, routing, spec), ("x", "routing.ids", "routing.weights")
+            if results_at is not None:
+                request = push_request(rows, self.experts, routing, spec, results_at=results_at)
+                names += ("results_at",)
+            if (step := Step.of(*request, names, self.tensors)) is not None:
+                steps.put(key, step)
+        return result
 
     def begin(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
 from moe_core.parallel import ExchangePlan
 from moe_core.parallel.header import Header, compare_headers
+from moe_torch.parallel.calls.known import Steps
 from moe_torch.parallel.exchange import header_on_device
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.moving import MovingPlacement
@@ -17,7 +18,7 @@ from moe_torch.parallel.moving import MovingPlacement
 class ExchangeCall(NamedTuple):
     """What every step of a call needs. moving: the placement at the time of a replay, if it may change. layer, number:
     see `Header.of_call`. levels: ranks between hosts, and inside this one. None: one level. buffer: of another
-    transport."""
+    transport. steps: plans of a like call, None: it is the first, or they cannot be used."""
 
     ranks: Ranks
     plan: ExchangePlan
@@ -26,6 +27,7 @@ class ExchangeCall(NamedTuple):
     number: int = 0
     levels: tuple[Ranks, Ranks] | None = None
     buffer: Any = None
+    steps: Steps | None = None
 
     def header(self, device: torch.device, plain: Header | None = None) -> torch.Tensor:
         """int32 `[8]` on the device, of the plan or a plain one with the call."""
@@ -42,6 +44,12 @@ class ExchangeCall(NamedTuple):
         """Compare ranks on a CPU, where waiting costs little. On a GPU the forwards' order is that of backwards."""
         if device.type == "cpu":
             self.check(device, backward=True)
+
+
+def check_headers(call: ExchangeCall, ids: torch.Tensor) -> None:
+    if not ids.is_cuda:
+        # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
+        call.check(ids.device)
 
 
 class TotalOptions(TypedDict, total=False):
@@ -105,7 +113,10 @@ class Routes(Protocol):
 
 
 class PlannedRoutes(Routes, Protocol):
-    """Routes that have counted this rank's slots: tokens_per_expert int32 `[E]`, invalid_ids int32 `[1]`."""
+    """Routes of a call. stores: experts store results where `results_at` says, int64, once rows have arrived. Once they
+    have left: tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`, of this rank's slots."""
+
+    stores: ClassVar[bool]
 
     @property
     def tokens_per_expert(self) -> torch.Tensor: ...
@@ -120,7 +131,14 @@ class Planner(Protocol):
     `dispatch`.
     """
 
-    arriving: Arriving | None
+    arriving: Arriving | None = None
+
+    def schedule(self, brought: Any, owner: Any, shared: Any, dtype: torch.dtype) -> Any:
+        """Run a whole call, with another order of its steps. None: the order is the usual one, and nothing has run."""
+        return None
+
+    def ended(self, routes: Any, dtype: torch.dtype) -> None:
+        """Called when a call in the usual order has run."""
 
     def start(self, values: torch.Tensor | None = None) -> Callable[[], PlannedRoutes]:
         """Send the first message. The result waits and returns the routes; rows of values `[T, D]` may leave with them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +16,17 @@ import torch
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
-from moe_core.parallel.exchange import rows_by_pair
+from moe_core.parallel.exchange import first_rows, rows_by_pair
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
 from moe_core.specs.exchange import packed_row
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.operators import routes as operators
+from moe_torch.parallel.calls.known import repeated
 from moe_torch.parallel.exchange import constants, placement_tables
 from moe_torch.parallel.group import Arriving, Ranks, Way, read_by_host
-from moe_torch.parallel.route import ExchangeCall, Gradients, Total
+from moe_torch.parallel.route import ExchangeCall, Gradients, Planner, Total
 
 _HEADER = len(Header._fields)
 #: Bytes of rows that are copied before the host knows how many leave: in less time than it takes to read that.
@@ -61,6 +62,8 @@ class CollectiveRoutes:
     group_tokens: int
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
+
+    stores: ClassVar[bool] = False
 
     @property
     def ranks(self) -> Ranks:
@@ -113,12 +116,9 @@ class CollectiveRoutes:
         return Gradients(d_x, by_slot)
 
 
-def take_slots(
-    rows: torch.Tensor, slots: torch.Tensor, each: int = 1, table: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. table: numbers behind each, as
-    `packed_row` says."""
-    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, table=table, each=each)
+def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0."""
+    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, table=None, each=each)
 
 
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:
@@ -160,11 +160,7 @@ class _Tables(NamedTuple):
     table: torch.Tensor | None = None
 
 
-class _Planner:
-    """arriving: rows that left with the routes, for `dispatch`."""
-
-    arriving: Arriving | None = None
-
+class _Planner(Planner):
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
@@ -181,13 +177,15 @@ class _Planner:
         if plan.spec.mode in STATIC_MODES and (moving is not None or plan.placement.has_replicas):
             # Ranks have equally many. Captured graphs must work for later placements.
             (self.tokens,) = constants(((plan.brought,) * ranks.size,), ids.device)
+        self.step = functools.partial(repeated, call.steps)
         # Replicas need the ranks' numbers of tokens first.
         asks = plan.placement.has_replicas and plan.spec.mode not in STATIC_MODES
         self._first = None if asks else self.tables()
 
     def tables(self, limits: torch.Tensor | None = None) -> _Tables:
         arrays = self._operands._replace(tokens=self.tokens, limits=limits)._asdict()
-        return _Tables(*operators.SEND_TABLES.call(**arrays, spec=self.spec, rank=self.rank))
+        key = "send", self.tokens is None, limits is None
+        return _Tables(*self.step(key, operators.SEND_TABLES, **arrays, spec=self.spec, rank=self.rank))
 
     def first_tables(self) -> _Tables:
         tokens = tokens_of_ranks(self.call, self.header.device)
@@ -203,9 +201,10 @@ class _Planner:
         counts: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        return operators.RECEIVE_TABLES.call(
-            came=came, header=header, lost=lost, counts=counts, x=rows, spec=self.spec, rank=self.rank,
-            top_k=self.top_k, num_rows=num_rows, num_tokens=self.num_tokens,
+        return self.step(
+            ("receive", len(came), num_rows, rows is None), operators.RECEIVE_TABLES, came=came, header=header,
+            lost=lost, counts=counts, x=rows, spec=self.spec, rank=self.rank, top_k=self.top_k, num_rows=num_rows,
+            num_tokens=self.num_tokens,
         )  # fmt: skip
 
     def routes(
@@ -268,7 +267,8 @@ class Counted(_Planner):
         assert slots is not None and table is not None
         if count is not None:
             slots, table = slots[:count], table[:count]
-        return take_slots(values, slots, self.top_k, None if self.ranks.overlaps else table)
+        table, key = None if self.ranks.overlaps else table, ("leaving", len(slots))
+        return self.step(key, operators.TAKE_ROWS, x=values, slot_of_row=slots, table=table, each=self.top_k)
 
     def counted(
         self,
@@ -309,7 +309,7 @@ class Counted(_Planner):
                 tables = self._limited(limits)
             if plan.spec.on_overflow != "drop":
                 spoilt = tables.lost
-            fits = np.stack([arrive, here], 1) if not by_slot else _first_rows(came[:, _HEADER:], sum(arrive))
+            fits = np.stack([arrive, here], 1) if not by_slot else first_rows(came[:, _HEADER:], sum(arrive))
             fitting = np.concatenate([came[:, :_HEADER], fits], 1, dtype=np.int32)
             on_device, overflow = torch.tensor(fitting, device=on_device.device), overflow + excess
         received = sum(arrive)
@@ -322,23 +322,41 @@ class Counted(_Planner):
         if leaving is None or ranks.overlaps:
             numbers = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
             numbers[received:] = -1
+            owner = self._owner(on_device, here, numbers)
         else:
-            packed, width = leaving(), tables.table.shape[1]
-            _, first = packed_row(plan.d_model, plan.dtype, width)
-            came_rows, numbers = packed[:, : plan.d_model], packed.view(torch.int32)[:, first : first + width]
-        if by_slot:
-            ids, _ = ops.layout_of_runs(on_device[:, _HEADER:].contiguous(), len(numbers))
-            owner: Sequence[torch.Tensor] = (ids, numbers.contiguous().view(torch.float32))
-        else:
-            owner = self.received(numbers, rounded(sum(here)), counts=on_device, rows=came_rows)
-            if came_rows is not None:
-                *owner, came_rows = owner
+            *owner, came_rows = self._unpacked(leaving(), on_device, here)
         returned = min(rounded(sum(back)), self.num_tokens * self.top_k)
         ways = out, Way(here, back, returned)
         routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, overflow=overflow, group_tokens=group_tokens)
         if leaving is not None:
             self.arriving = functools.partial(routes.arrived, leaving) if came_rows is None else lambda: came_rows
         return routes
+
+    def _owner(
+        self, counts: torch.Tensor, here: Sequence[int], numbers: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Of an owner's slots: ids, weights, with rows of tokens slots, and their rows if rows have come."""
+        if not self.spec.by_slot:
+            return self.received(numbers, rounded(sum(here)), counts=counts, rows=rows)
+        ids, _ = ops.layout_of_runs(counts[:, _HEADER:].contiguous(), len(numbers))
+        return ids, numbers.contiguous().view(torch.float32), *([] if rows is None else [rows])
+
+    def _unpacked(self, packed: torch.Tensor, counts: torch.Tensor, here: Sequence[int]) -> Sequence[torch.Tensor]:
+        """See `_owner`, of rows with numbers behind."""
+        (first, width), steps = self._numbers, self.call.steps
+        ready = None if steps is None else steps.get(("receive", len(packed), rounded(sum(here)), False))
+        if ready is not None:
+            # Without views, which cost as much as a launch: came, counts, x.
+            address = packed.data_ptr()
+            return ready.run([address + 4 * first, counts.data_ptr(), address])
+        numbers, rows = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
+        return self._owner(counts, here, numbers, rows)
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """The first of a row's numbers among its int32, and how many."""
+        width = self.spec.width(self.top_k)
+        return packed_row(self.plan.d_model, self.plan.dtype, width)[1], width
 
     def _limited(self, limits: np.ndarray) -> _Tables:
         return self.tables(torch.tensor(limits, device=self.header.device))
@@ -352,13 +370,6 @@ def require_room(plan: ExchangePlan, overflow: int) -> None:
             f"exchange.receive must be enough for every rank, got {bound} and {overflow} rows more; raise it, or pass "
             "on_overflow='nan' or 'drop'"
         )
-
-
-def _first_rows(runs: np.ndarray, most: int) -> np.ndarray:
-    """Runs int32 `[W, L]`, cut behind the first `most` rows."""
-    flat = runs.reshape(-1).astype(np.int64)
-    start = np.cumsum(flat) - flat
-    return np.clip(most - start, 0, flat).reshape(runs.shape).astype(np.int32)
 
 
 class Blocks(_Planner):

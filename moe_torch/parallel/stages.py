@@ -19,7 +19,8 @@ from moe_core.specs.moe import MoESpec
 from moe_torch.bridge.arrays import array_spec, require_same_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators.kinds import as_float32, as_int32
-from moe_torch.parallel.forward import ExpertParallel, asks_gradients, plan_of, tell_peers
+from moe_torch.parallel.axes import ExpertParallel, tell_peers
+from moe_torch.parallel.forward import asks_gradients, plan_of
 from moe_torch.parallel.function import combine as combined
 from moe_torch.parallel.function import dispatch as dispatched
 from moe_torch.parallel.function import uses_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moe_core.ops.exchange.operands import SendOperands, record_of
+from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands, record_of
 from moe_core.ops.reduction.reference import gather_rows
 from moe_core.specs.exchange import TableSpec
 
@@ -109,18 +109,9 @@ def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.
 
 
 def receive_tables(
-    came: np.ndarray,
-    header: np.ndarray | None = None,
-    lost: np.ndarray | None = None,
-    counts: np.ndarray | None = None,
-    x: np.ndarray | None = None,
-    *,
-    spec: TableSpec,
-    rank: int,
-    top_k: int,
-    num_rows: int,
-    num_tokens: int,
+    arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int, top_k: int, num_rows: int, num_tokens: int
 ) -> tuple[np.ndarray, ...]:
+    came, header, lost, counts, x = record_of(ReceiveOperands, arrays)
     behind = 0 if header is None else len(header)
     width = spec.width(top_k) // 2
     table = came[:, behind:].reshape(-1, 2, width)

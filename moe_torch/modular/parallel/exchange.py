@@ -26,7 +26,8 @@ from moe_torch.modular.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from moe_torch.parallel.forward import ExpertParallel, plan_of, tell_peers
+from moe_torch.parallel.axes import ExpertParallel, tell_peers
+from moe_torch.parallel.forward import plan_of
 from moe_torch.parallel.function import Combine, Dispatch, uses_of
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.route import ExchangeCall, Routes
@@ -250,7 +251,7 @@ class AcrossRanks(InHalves):
     ) -> Callable[[], Callable[[], Routes]]:
         """Begin an exchange; the returned function waits for the routes."""
         ranks, levels = self.parallel.ranks("", True), self.parallel.levels("", True)
-        return plan_routes(ExchangeCall(ranks, plan, levels=levels), ids, weights).start
+        return plan_routes(ExchangeCall(ranks, plan, levels=levels), ids, weights, returns=True).start
 
     def _check_experts(
         self, expert_map: torch.Tensor | None, num_local_experts: int | None, quant_config: FusedMoEQuantConfig

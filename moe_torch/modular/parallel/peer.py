@@ -9,15 +9,12 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.modular.types import FusedMoEActivationFormat
-from moe_core.parallel.plan import ExchangePlan
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
 from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
 from moe_torch.modular.parallel.exchange import AcrossRanks, Halves
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceDelegate
-from moe_torch.parallel.peer.chunks import routes_at_once
-from moe_torch.parallel.peer.counted import CountedRoutes
 
 
 class PeerPrepareAndFinalize(AcrossRanks):
@@ -35,12 +32,6 @@ class PeerPrepareAndFinalize(AcrossRanks):
         chunks = self.parallel.exchange.chunks
         if chunks != 1:
             raise Unsupported(f"exchange.chunks must be 1 for {type(self).__name__}, got {chunks!r}; leave it out")
-
-    def _begin(
-        self, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Callable[[], Callable[[], CountedRoutes]]:
-        ranks = self.parallel.ranks()
-        return lambda: lambda: routes_at_once(ranks, plan, ids, weights)
 
     def _start_sum(self, routes: Any, rows: torch.Tensor) -> Callable[[torch.Tensor], Any]:
         total = routes.start_total(rows, "results")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.base.recent import Recent
+from moe_core.base.target import cpu_target
+from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedTensor
 from moe_core.parallel import ExchangePlan
-from moe_core.specs.operands import ExpertWeights, MoEOperands, named_fields
+from moe_core.specs.operands import ExpertWeights, MoEOperands, array_fields
+from moe_torch.bridge import eager
+from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.private import PLAIN_CLASSES, TensorGuards
+from moe_torch.bridge.ready import Ready
+
+#: `Ready` or `Step` of a call's operators, by step and numbers of rows.
+Steps = Recent[Any]
 
 
 class Known(NamedTuple):
@@ -20,6 +32,73 @@ class Known(NamedTuple):
     plan: ExchangePlan
     asked: bool
     kept: tuple[Any, ...]
+    steps: Steps
+
+    @property
+    def plain_steps(self) -> Steps | None:
+        """For calls that nothing watches and no gradient follows."""
+        return None if self.asked or not eager.plain_thread() else self.steps
+
+
+def repeated(steps: Steps | None, key: tuple[Any, ...], operator: Operator[..., Any], **given: Any) -> Any:
+    """Call an operator without bundles. key: of the step, with all metadata that a like call may change."""
+    if steps is None:
+        return operator.call(**given)
+    ready, names = steps.get(key) or steps.find(key), operator.names
+    if ready is not None:
+        with contextlib.suppress(InvalidInput):  # The operator copies what is misaligned.
+            return operator.pack(ready.run([given[names[index]].data_ptr() for index in ready.selection]))
+    results = operator.call(**given)
+    if (planned := plan_known(operator, operator.arguments(**given))) is not None:
+        steps.put(key, planned)
+    return results
+
+
+def plan_known(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Ready | None:
+    """The plan of a call that has run."""
+    plain = eager.plain_key(arguments)
+    return None if plain is None else operator.plans.get(plain)
+
+
+class Step(NamedTuple):
+    """A plan and the addresses of its inputs. changing: positions of what calls pass. held: (position, number) of the
+    call's tensors."""
+
+    ready: Ready
+    addresses: list[int]
+    changing: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, operator: Operator[..., Any], arguments: tuple[Any, ...], changing: Sequence[str], tensors: Sequence[Any]
+    ) -> Step | None:
+        """Of a call that has run. Without tensors, arrays that do not change are constants, which the caller keeps."""
+        ready, numbers = plan_known(operator, arguments), {id(one): number for number, one in enumerate(tensors)}
+        if ready is None:
+            return None
+        names, arrays = zip(*[(operator.names[index], arguments[index]) for index in ready.selection], strict=True)
+        held = [(position, numbers[id(one)]) for position, one in enumerate(arrays) if id(one) in numbers]
+        if tensors and len({names[position] for position, _ in held}.union(changing)) != len(names):
+            return None
+        return cls(ready, [one.data_ptr() for one in arrays], tuple(map(names.index, changing)), tuple(held))
+
+    def run(self, tensors: Sequence[torch.Tensor], *changed: int) -> list[torch.Tensor]:
+        addresses = self.addresses.copy()
+        for position, number in self.held:
+            addresses[position] = tensors[number].data_ptr()
+        for position, address in zip(self.changing, changed, strict=True):
+            addresses[position] = address
+        return self.ready.run(addresses)
+
+
+_is_nested = attrgetter("is_nested")
+
+
+@functools.cache
+def _values(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """All arrays of a bundle, None where absent."""
+    return attrgetter(*[name for name, _ in array_fields(kind)])
 
 
 class Call:
@@ -30,36 +109,26 @@ class Call:
     def __init__(self, operands: MoEOperands, parallel: str, *options: Any) -> None:
         """parallel: the name of an ExpertParallel, which is not kept alive, nor its groups and their memory. options:
         other objects that the checks read."""
-        names: list[Any] = []
         self.kept, self.tensors, self.key = options, [], None
-        arrays = operands.x, operands.token_mask
-        bundles = operands.experts, operands.routing, operands.shared
-        plain = operands.lora is None and type(operands.experts) is ExpertWeights
-        if TensorGuards is not None and plain:
-            known = all([one is None or self._add(one, names) for one in arrays])
-            if known and all([one is None or self._add_all(one, names) for one in bundles]):
-                ids = [id(option) for option in options]
-                self.key = (parallel, *ids, torch.is_grad_enabled(), operands.x.shape, *names)
-
-    def _add(self, array: Any, names: list[Any]) -> bool:
+        if TensorGuards is None or operands.lora is not None or type(operands.experts) is not ExpertWeights:
+            return
+        arrays, names = [operands.x, operands.token_mask], []
+        for bundle in (operands.experts, operands.routing, operands.shared):
+            if bundle is not None:
+                names.append(type(bundle))
+                arrays += _values(type(bundle))(bundle)
+        for number, one in enumerate(arrays):
+            if isinstance(one, QuantizedTensor):
+                names += number, one.spec
+                arrays += _values(QuantizedTensor)(one)
+        tensors = [one for one in arrays if one is not None and type(one) is not QuantizedTensor]
         # The comparison would end the process at a tensor without strides.
-        if type(array) not in PLAIN_CLASSES or array.is_nested:
-            return False
-        self.tensors.append(array)
-        names.append(array.dim())
-        return True
-
-    def _add_all(self, bundle: Any, names: list[Any]) -> bool:
-        names.append(type(bundle))
-        for name, value in named_fields(bundle):
-            names.append(name)
-            if isinstance(value, QuantizedTensor):
-                names.append(value.spec)
-                if not self._add_all(value, names):
-                    return False
-            elif not self._add(value, names):
-                return False
-        return True
+        if not PLAIN_CLASSES.issuperset(map(type, tensors)) or True in map(_is_nested, tensors):
+            return
+        absent, engine = tuple([one is None for one in arrays]), None if operands.x.is_cuda else cpu_target()
+        ids, dims = [id(option) for option in options], tuple(map(torch.Tensor.dim, tensors))
+        self.tensors = tensors
+        self.key = (parallel, *ids, torch.is_grad_enabled(), engine, operands.x.shape, absent, dims, *names)
 
     def find(self) -> Known | None:
         known = None if self.key is None else _known.get(self.key) or _known.find(self.key)
@@ -68,7 +137,7 @@ class Call:
     def remember(self, plan: ExchangePlan, asked: bool) -> None:
         if self.key is not None:
             guards = TensorGuards(*self.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            _known.put(self.key, Known(guards.check, plan, asked, self.kept))
+            _known.put(self.key, Known(guards.check, plan, asked, self.kept, Recent()))
 
 
 _known: Recent[Known] = Recent(256)

@@ -18,13 +18,13 @@ from moe_core.specs.operands import MoEOutput, TopK
 from moe_torch import ops
 from moe_torch.parallel.exchange import Places, constants, physical_ids
 from moe_torch.parallel.function import awaited, combine, dispatch
-from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.owner import Multiprocessors, Owner, Results
+from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.counted import CountedRoutes
 from moe_torch.parallel.peer.direct import DirectRoutes
 from moe_torch.parallel.peer.interface import PeerCall, PeerRoutes
 from moe_torch.parallel.peer.streams import GradientOverlap, Streams
-from moe_torch.parallel.route import ExchangeCall
+from moe_torch.parallel.route import ExchangeCall, Planner, check_headers
 from moe_torch.parallel.tensor import Brought
 
 Shared = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -55,32 +55,49 @@ class _Way(NamedTuple):
     counts: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def run_peer(call: ExchangeCall, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results:
-    """Run the forward of a rank. shared: called while rows travel, if possible. dtype: of the output."""
-    plan = call.plan
-    make, arrays, counts = (_direct if plan.direct else _counted)(call, brought)
-    x, size = brought.x, -(-len(brought.x) // plan.spec.chunks)
-    bounds = [min(number * size, len(x)) for number in range(plan.spec.chunks + 1)]
-    chunks = _cut((x, brought.wide, *arrays), bounds)
-    if len(chunks) > 1 or (shared is not None and x.is_cuda and not torch.is_grad_enabled()):
-        with torch.no_grad():
-            output, parts = _in_chunks(chunks, make, owner, shared, dtype, plan)
-    elif shared is not None:
-        output, part = _beside_shared(chunks[0], make, owner, shared, dtype)
-        parts = [part]
-    else:
-        ((rows, wide, *routing),) = chunks
-        routes = make(*routing)
-        rows, row_weights = dispatch(routes, rows, wide, routing[1], stored=True)
-        results = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, routes.results_at())
-        del rows
-        output = combine(routes, results.output, (None, None), dtype, stored=True)
-        parts = [_Part(results.tokens_per_expert, routes)]
-    received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
-    if counts is None:
-        pushed = [cast(DirectRoutes, part.routes).pushed for part in parts]
-        counts = _total([one.tokens_per_expert for one in pushed]), _total([one.invalid_ids for one in pushed])
-    return Results(output, received, overflow, *counts)
+class PeerPlanner(Planner):
+    """See `Planner`. returns: owners return rows, so ranks tell each other counts. Chunks, and a shared expert beside
+    rows that travel, have schedules of their own."""
+
+    def __init__(self, call: ExchangeCall, *routing: Any) -> None:
+        self.call, self._x = call, None
+        *self._routing, self._returns = routing
+
+    def _way(self) -> _Way:
+        direct = self.call.plan.direct and not self._returns
+        return (_direct if direct else _counted)(self.call, *self._routing)
+
+    def start(self, values: torch.Tensor | None = None) -> Callable[[], Any]:
+        way, self._x = self._way(), None if self.call.steps is None else values
+        routes = way.make(*way.arrays)
+        if way.counts is not None:
+            routes.tokens_per_expert, routes.invalid_ids = way.counts
+        return lambda: routes
+
+    def ended(self, routes: PeerRoutes, dtype: torch.dtype) -> None:
+        if self._x is not None:
+            again.remember(self.call, self._x, routes, dtype)
+
+    def schedule(self, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results | None:
+        """shared: called while rows travel, if possible. dtype: of the output."""
+        known, spec, x = again.run_again(self.call, brought, owner), self.call.plan.spec, brought.x
+        if known is not None or (spec.chunks == 1 and shared is None):
+            return known
+        way, size = self._way(), -(-len(x) // spec.chunks)
+        bounds = [min(number * size, len(x)) for number in range(spec.chunks + 1)]
+        chunks = _cut((x, brought.wide, *way.arrays), bounds)
+        if len(chunks) > 1 or shared is None or (x.is_cuda and not torch.is_grad_enabled()):
+            with torch.no_grad():
+                output, parts = _in_chunks(chunks, way.make, owner, shared, dtype, self.call.plan)
+        else:
+            output, part = _beside_shared(chunks[0], way.make, owner, shared, dtype)
+            parts = [part]
+        received, overflow = _total([part.received for part in parts]), _total([part.routes.overflow for part in parts])
+        counts: Any = way.counts
+        if counts is None:
+            pushed = [cast(DirectRoutes, part.routes).pushed for part in parts]
+            counts = _total([one.tokens_per_expert for one in pushed]), _total([one.invalid_ids for one in pushed])
+        return Results(output, received, overflow, *counts)
 
 
 def _beside_shared(
@@ -113,23 +130,23 @@ def _beside_shared(
     return output, _Part(results.tokens_per_expert, routes)
 
 
-def _counted(call: ExchangeCall, brought: Brought) -> _Way:
-    places, invalid, counts = _places(call, brought.ids, brought.token_mask)
+def _counted(call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None) -> _Way:
+    places, invalid, counts = _places(call, ids, token_mask)
     make = functools.partial(CountedRoutes, PeerCall.of(call, places))
-    return _Way(make, (places, brought.weights), (counts, invalid))
+    return _Way(make, (places, weights), (counts, invalid))
 
 
-def _direct(call: ExchangeCall, brought: Brought) -> _Way:
-    placement, moving, ids, table, places = call.plan.placement, call.moving, brought.ids, None, None
-    _check_headers(call, ids)
+def _direct(call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None) -> _Way:
+    placement, moving, table, places = call.plan.placement, call.moving, None, None
+    check_headers(call, ids)
     if placement.num_places > placement.num_experts and (placement.has_replicas or moving is not None):
-        places, _ = _physical_ids(call, ids, brought.token_mask)
+        places, _ = _physical_ids(call, ids, token_mask)
     elif moving is not None:
         table = moving.places
     elif in_places := _places_of_experts(placement):
         (table,) = constants((in_places,), ids.device)
     make = functools.partial(DirectRoutes, PeerCall.of(call, ids), places_of_experts=table)
-    return _Way(make, (ids, brought.weights, brought.token_mask, places), None)
+    return _Way(make, (ids, weights, token_mask, places), None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,37 +157,18 @@ def _places_of_experts(placement: Placement) -> tuple[int, ...] | None:
     return None if in_order else tuple(places[start[:-1]].tolist())
 
 
-def routes_at_once(ranks: Ranks, plan: ExchangePlan, ids: torch.Tensor, weights: torch.Tensor) -> CountedRoutes:
-    """The routes of this rank's ids and weights `[T, K]`. A collective."""
-    call = ExchangeCall(ranks, plan)
-    places, *_ = _places(call, ids, None)
-    return CountedRoutes(PeerCall.of(call, places), places, weights)
-
-
-def routes_of_adapters(call: ExchangeCall, brought: Brought) -> tuple[CountedRoutes, tuple[torch.Tensor, torch.Tensor]]:
-    """Routes that return results as rows, and tokens_per_expert `[E]` and invalid_ids `[1]`. A collective."""
-    places, invalid, counts = _places(call, brought.ids, brought.token_mask)
-    return CountedRoutes(PeerCall.of(call, places), places, brought.weights), (counts, invalid)
-
-
 def _places(
     call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places `[T, K]`, invalid_ids `[1]`, tokens_per_expert `[E]`. Sends the first messages, if any."""
     placement = call.plan.placement
-    _check_headers(call, ids)
+    check_headers(call, ids)
     if call.moving is None and _places_of_experts(placement) is None:
         layout = ops.make_layout(ids, placement.num_experts, token_mask=token_mask)
         places = torch.where(layout.row_of_slot.view(ids.shape) < 0, -1, ids)
         return places, layout.invalid_ids, layout.group_sizes
     places, invalid = _physical_ids(call, ids, token_mask)
     return places, invalid, ops.make_layout(torch.where(places < 0, -1, ids), placement.num_experts).group_sizes
-
-
-def _check_headers(call: ExchangeCall, ids: torch.Tensor) -> None:
-    if not ids.is_cuda:
-        # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
-        call.check(ids.device)
 
 
 def _physical_ids(call: ExchangeCall, ids: torch.Tensor, token_mask: torch.Tensor | None) -> Places:

@@ -96,8 +96,11 @@ class CountedRoutes(Stored):
     """The routes of one rank for one chunk, see `interface.PeerRoutes`.
 
     Making them stores everything but rows. places int32 and weights fp32 `[T, K]`: of slots. number: of the set of
-    buffers. programs: the most blocks of copies.
+    buffers. programs: the most blocks of copies. tokens_per_expert, invalid_ids: set by a planner.
     """
+
+    tokens_per_expert: torch.Tensor
+    invalid_ids: torch.Tensor
 
     def __init__(
         self,

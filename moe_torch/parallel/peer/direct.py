@@ -61,6 +61,12 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     return Memory(memory, *memory.regions)
 
 
+def group_tokens(memory: Memory, expected: int) -> int:
+    """Tokens of all ranks, once arrived; on a GPU as expected."""
+    headers = memory.headers.own
+    return expected if headers.is_cuda else int(last_told(headers)[:, -4].sum())
+
+
 def _most(plan: ExchangePlan) -> int:
     """A rank's most tokens, at least 1, so that buffers have addresses."""
     return max(1, tokens_at_once(plan.brought, plan.spec))
@@ -124,28 +130,38 @@ class DirectRoutes(Stored):
         self.programs, self.format = programs, self.plan.spec.format
         self.memory = memory_of(self.ranks, self.plan, weights.device, number)
         self._constants = _constants_of(self.memory, self.ranks.rank)
-        self._routing = ids, weights.detach(), token_mask, places_of_experts, places
+        self.routing = ids, weights.detach(), token_mask, places_of_experts, places
         self.ids, self.weights = self.memory.ids.own, self.memory.weights.own
         self._was_sent = False
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of all ranks, once arrived; on a GPU W times this rank's."""
-        headers = self.memory.headers.own
-        return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
+        return group_tokens(self.memory, self.ranks.size * self.tokens)
 
     @property
     def overflow(self) -> torch.Tensor:
         return self.pushed.overflow
 
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        return self.pushed.tokens_per_expert
+
+    @property
+    def invalid_ids(self) -> torch.Tensor:
+        return self.pushed.invalid_ids
+
+    @property
+    def most(self) -> int:
+        return _most(self.plan)
+
     def send(self, values: torch.Tensor) -> None:
         memory, quantised = self.memory, self.format is not None
         tables = memory.ids.addresses, memory.weights.addresses, memory.headers.addresses
-        at = peer_ops.TokensAt(None if quantised else memory.rows.addresses, *tables, _most(self.plan))
+        at = peer_ops.TokensAt(None if quantised else memory.rows.addresses, *tables, self.most)
         options: Any = {"rank": self.ranks.rank, "placement": self.plan.placement, "programs": self.programs}
         # Quantised rows and gradients need the rows of a token at its owners.
         options["visits"] = quantised or self.plan.training
-        tokens = peer_ops.HomeTokens(values, *self._routing)
+        tokens = peer_ops.HomeTokens(values, *self.routing)
         self.pushed = peer_ops.push_tokens_once(tokens, self._header, at, **options)
         self._was_sent = True
         if quantised:

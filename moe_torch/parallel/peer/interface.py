@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, ClassVar, NamedTuple, Protocol, Unpack
 
 import torch
 
@@ -58,6 +58,7 @@ class PeerRoutes(Routes, Protocol):
 class Stored:
     """Routes with one allocation, into which others store."""
 
+    stores: ClassVar[bool] = True
     call: ExchangeCall
     memory: Any
 

@@ -17,11 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
+from moe_core.parallel.header import STATIC_MODES
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
+from moe_torch.operators import routes as operators
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.calls.known import Step
+from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import rounded
@@ -75,6 +79,36 @@ def operations(group: Any, problem: Problem, way: ExchangeSpec) -> list[Counter[
         with _Counting() as backward:
             output.backward(d_output)
     return [*found, training.found, backward.found]
+
+
+def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
+    """Calls like earlier ones, whose plans are found by steps: bits of first calls, and whether steps have plans."""
+    own, same = problem.ranks()[torch.distributed.get_rank(group)], []
+    most = max(problem.tokens) if way.mode == "peer" else None
+    parallel = ExpertParallel(group, way, most)
+    with running_on("reference"), torch.no_grad(), mock.patch.object(again, "Results", wraps=again.Results) as used:
+        for turn in range(5):
+            x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
+            routing.weights.mul_(1 - turn / 9)
+            if turn % 2:
+                # Other numbers of rows, then the same again.
+                routing.ids.copy_(routing.ids.flip(0))
+                routing.ids[turn:, 1:] = -1
+            options: Any = {"placement": problem.placement}
+            found = parallel_moe(x, experts, routing, problem.spec, parallel=parallel, **options)
+            first = ExpertParallel(group, way, most)
+            wanted = parallel_moe(x, experts, routing, problem.spec, parallel=first, **options)
+            same += [torch.equal(*pair) for pair in zip(found, wanted, strict=True) if pair[0] is not None]
+    return [*same, used.call_count == (3 if way.mode == "peer" and way.rows == "tokens" else 0)]
+
+
+@every_way
+@pytest.mark.parametrize("tokens", [(9, 9), (7, 9)])
+def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec, tokens: tuple[int, int]) -> None:
+    if way.mode in STATIC_MODES and way.mode != "peer":
+        tokens = (tokens[1], tokens[1])
+    problem = draw_problem(3, placement_of("round_robin", 6, 2), tokens, 3, "random", "bfloat16", PLAIN)
+    assert all(all(found) for found in ranks.call(like_calls, [(problem, way)] * 2))
 
 
 @every_way
@@ -214,3 +248,18 @@ def test_rounded_numbers_of_rows() -> None:
     assert (found >= rows).all() and (found <= rows + rows // 31).all()
     assert (found[:64] == rows[:64]).all() and rounded(1000) == 1008
     assert len(np.unique(found)) < 64 + 7 * 33
+
+
+def test_steps_hold_no_address_of_another_array() -> None:
+    """An array that a call made itself has another address in the next one."""
+    with running_on("reference"):
+        x, slots = torch.zeros(4, 8), torch.arange(4, dtype=torch.int32)
+        operator, given = operators.TAKE_ROWS, {"x": x, "slot_of_row": slots, "table": None, "each": 1}
+        arguments = operator.arguments(**given)
+        operator.call(**given)
+        assert Step.of(operator, arguments, ("x",), [torch.zeros(2)]) is None
+        for step in (Step.of(operator, arguments, ("x",), [slots]), Step.of(operator, arguments, ("x",), ())):
+            assert step is not None
+            other = x + 1
+            (found,) = step.run([slots], other.data_ptr())
+            assert torch.equal(found, other)
