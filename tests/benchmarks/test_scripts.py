@@ -35,6 +35,7 @@ from benchmarks import (
     torch_host_time,
     training,
 )
+from benchmarks.models import maxtext
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.training_problem import draw_parameters, draw_training_problem
 from benchmarks.weights import draw_weights
@@ -314,3 +315,13 @@ def test_refused_options(name: str, arguments: list[str], message: str, capsys: 
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_page_has_the_figures_of_maxtext() -> None:
+    rows = json.loads((FOLDER / "results/maxtext-h200.json").read_text())["rows"]
+    page = (FOLDER.parent / "docs/user/migration.md").read_text()
+    for way in {row["way"]: None for row in rows}:
+        of_way = [row for row in rows if row["way"] == way]
+        cells = [f"{row[f'{kind}_tokens'] / 1e6:.3g}" for row in of_way for kind in ("forward", "step")]
+        assert f"| {' | '.join(cells)} |" in page, way
+        assert all(row["error"] <= maxtext.TOLERANCE for row in of_way)
