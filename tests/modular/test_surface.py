@@ -105,6 +105,11 @@ SIGNATURES = {
     "ScatterIndx": "src_indx, dst_indx",
     "BaseOAITritonExperts._make_routing_data": "topk_ids, topk_weights, num_local_experts",
     "UnfusedOAITritonExperts.moe_sum": "input, output",
+    "LoRAExpertsMixin.set_lora_context": "ctx",
+    "MoELoRAContext": (
+        "w13_lora_a_stacked, w13_lora_b_stacked, w2_lora_a_stacked, w2_lora_b_stacked, adapter_enabled, max_loras, "
+        "top_k, w13_num_slices, fully_sharded, tp_rank, tp_size, local_num_experts"
+    ),
     "triton_kernel_fused_experts": (
         "output_tensor, hidden_states, w1, w2, routing_data, gather_indx, scatter_indx, topk, activation='swiglu_oai', "
         "quant_config=None, swiglu_alpha=1.702, swiglu_limit=7.0, apply_router_weight_on_input=False, "
