@@ -76,6 +76,13 @@ def test_barriers_wait_for_whole_milliseconds_of_the_timeout() -> None:
     assert limits == [250, 1]
 
 
+def test_an_error_between_hosts_is_told_at_once() -> None:
+    fails = mock.Mock(side_effect=ValueError("torch says no"))
+    late = mock.patch.object(symmetric, "_FABRIC_SECONDS", 0.5)
+    with late, pytest.raises(RuntimeError, match=r"^torch says no$"):
+        symmetric._in_time(fails, [1])
+
+
 def test_ranks_with_other_sizes_all_raise(ranks: Pool) -> None:
     with pytest.raises(Failed) as caught:
         ranks.call(shared, [(1000, False), (5000, False)])
