@@ -12,8 +12,10 @@ from moe_core.specs.tile import shared_limit
 
 #: Bytes of shared memory of four long steps.
 _MUCH_SHARED = 160 * 1024
+#: Longest side of a gradient's tile, rows of a step, stages.
+_GRADIENT = (64, 32, 3)
 
-SHRINK = declare_kernel(kernels.shrink)
+SHRINK = declare_kernel(kernels.shrink, pdl="start")
 FACTOR_GRADIENT = declare_kernel(kernels.factor_gradient)
 
 
@@ -48,7 +50,7 @@ def plan_shrink(x: ArraySpec, factor: ArraySpec, adapters: Adapters, gather: str
         **passed(X_STRIDE=row_stride("x", x), SLOT_STRIDE=slot, EXPERT_STRIDE=expert, K_STRIDE=k_stride),
         **passed(R_STRIDE=r_stride, TOP_K=layout.top_k, GATHER=gather, KEPT=adapters.dropout.kept),
         **(adapters.dropout.constants() | passed(INPUT_PRECISION=adapters.precision(x.dtype))),
-        **passed(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k),
+        **passed(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=None),
     }
     builder.launch(SHRINK, (schedule, -(-rank // block_n)), arguments, 4, num_stages)
     builder.sums(f"k in blocks of {block_k}, in order, fp32 accumulator; no split")
@@ -95,7 +97,8 @@ def plan_factor_gradient(
         from moe_core.ops.lora import reference as twins
 
         return builder.reference(twins.factor_gradient, present, constants, ("d_factor",))
-    block_m, block_n = min(64, padded(m)), min(64, padded(n))
+    side, block_k, stages = _GRADIENT if target.on_gpu else (64, 32, 1)
+    block_m, block_n = min(side, padded(m)), min(side, padded(n))
     arguments = {
         **builder.pointers("left", "right", "row_weight", "seed", "virtual_start", "slot_of_row"),
         **passed(gradient="d_factor", num_rows=layout.capacity, num_slots=layout.num_slots, M=m, N=n),
@@ -103,9 +106,9 @@ def plan_factor_gradient(
         **passed(LEFT_STRIDE=row_stride("left", left.array), RIGHT_STRIDE=row_stride("right", right.array)),
         **passed(TOP_K=layout.top_k, LEFT_GATHER=left.gather, RIGHT_GATHER=right.gather),
         **(adapters.dropout.constants() | passed(INPUT_PRECISION=adapters.precision(left.array.dtype))),
-        **passed(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=32),
+        **passed(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k),
     }
     grid = (-(-m // block_m), -(-n // block_n), gradient.shape[0] * gradient.shape[1])
-    builder.launch(FACTOR_GRADIENT, grid, arguments, 4, 3 if target.on_gpu else 1)
-    builder.sums("rows in blocks of 32, in order, fp32 accumulator; no split")
+    builder.launch(FACTOR_GRADIENT, grid, arguments, 4, stages)
+    builder.sums(f"rows in blocks of {block_k}, in order, fp32 accumulator; no split")
     return builder.build()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moe_core.base import ArraySpec, Target, keep_plans, padded
 from moe_core.errors import Unsupported
 from moe_core.ops.lora.adapters import Adapters
 from moe_core.ops.lora.kernels import groups as kernels
-from moe_core.ops.routing.layout import MAX_EXPERTS, plan_layout, plan_schedule
+from moe_core.ops.routing.layout import MAX_EXPERTS, SLOTS_AT_ONCE, expert_warps, plan_layout, plan_schedule
 from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
 from moe_core.plan.steps import ReferenceCall, function_name
 from moe_core.specs import LayoutArrays, named_arrays
 from moe_core.specs.operands import TopK
 
-VIRTUAL_IDS = declare_kernel(kernels.virtual_ids)
-MERGE_GROUPS = declare_kernel(kernels.merge_groups, writes_layout=True)
+LAYOUT_AT_ONCE = declare_kernel(kernels.layout_at_once, pdl="start", writes_layout=True)
+COUNT_BLOCKS = declare_kernel(kernels.count_blocks, pdl="start", writes_layout=True)
+SUM_BLOCKS = declare_kernel(kernels.sum_blocks, pdl="start", writes_layout=True)
+PLACE_BLOCKS = declare_kernel(kernels.place_blocks, pdl="start", writes_layout=True)
+
+#: Slots of a block.
+_BLOCK_SLOTS = {"gpu": 256, "interpreter": 16}
+#: Ranks that a program reads at once, and counts of blocks.
+_RANKS, _SUMMED_GROUPS, _SUMMED_BLOCKS = 4096, 32, 128
 
 
 @keep_plans
@@ -57,60 +64,97 @@ def plan_adapter_layout(
     builder.output("virtual_start", of_virtual.group_start)
     if routing.weights is not None:
         builder.output("row_weight", ArraySpec(ids.shape, "float32"))
-    block_t = 256 if target.interpreted else 32
-    blocks = -(-tokens // block_t) if target.compiled else 1
-    builder.scratch("virtual", ArraySpec(ids.shape, "int32"), Role.IDS)
-    builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
-    builder.scratch("virtual_invalid", ArraySpec((1,), "int32"), Role.INVALID_IDS)
+    assert (layout.alignment, layout.max_rows, layout.rows) == (1, None, None), layout
     if target.compiled:
-        num_global = layout.num_experts if expert_map is None else expert_map.size
-        arguments = builder.pointers(*arrays, "virtual", "block_invalid") | passed(num_tokens=tokens)
-        arguments |= passed(NUM_GLOBAL=num_global, NUM_EXPERTS=layout.num_experts, TOP_K=layout.top_k)
-        arguments |= passed(SLOTS=adapters.slots, BLOCK_T=block_t, CHOICES=padded(layout.top_k, 1))
-        builder.launch(VIRTUAL_IDS, (blocks,), arguments | passed(EXPERTS=padded(layout.num_experts, 1)))
+        spec = plan_schedule(virtual, adapters.block_m(target), target).spec("schedule")
+        builder.output("virtual_schedule", spec, Role.VIRTUAL_SCHEDULE)
+        for block_m in block_ms:
+            builder.output(f"schedule_{block_m}", plan_schedule(layout, block_m, target).spec("schedule"))
+        if tile_counters:
+            builder.output("tile_counters", ArraySpec((tile_counters,), "int32"))
+        _launch(builder, adapters, arrays, block_ms, tile_counters)
     else:
-        from moe_core.ops.lora import reference as twins
+        _add_reference(builder, adapters, present, token_mask, routing)
+    builder.sums("an expert's rows: no adapter first, then adapters ascending, each in slot order")
+    return builder.build()
 
-        function, made = function_name(twins.virtual_ids), ("virtual", "block_invalid")
-        builder.add_reference(ReferenceCall(function, tuple(present.items()), (("adapters", adapters),), made))
-    heights = (adapters.block_m(target),) if target.compiled else ()
-    plan = plan_layout(
-        builder.spec("virtual"),
-        virtual,
-        target,
-        token_mask=token_mask,
-        given_weights=routing.weights,
-        block_ms=heights,
-        tile_counters=tile_counters,
-    )
-    if tile_counters:
-        builder.output("tile_counters", plan.spec("tile_counters"))
+
+def _launch(
+    builder: PlanBuilder,
+    adapters: Adapters,
+    arrays: Mapping[str, ArraySpec | None],
+    block_ms: tuple[int, ...],
+    tile_counters: int,
+) -> None:
+    target, layout, groups = builder.target, adapters.layout, adapters.virtual.num_experts
+    slots, block_slots, experts = layout.num_slots, _BLOCK_SLOTS[target.engine], padded(layout.num_experts + 1, 1)
+    expert_map, present = arrays["expert_map"], padded(adapters.slots, 16)
+    num_global = layout.num_experts if expert_map is None else expert_map.size
+    read = builder.pointers(*arrays)
+    sizes = passed(NUM_GLOBAL=num_global, NUM_EXPERTS=layout.num_experts, TOP_K=layout.top_k, SLOTS=adapters.slots)
+    loads = passed(PRESENT=present, BLOCK_E=min(experts, _RANKS // present))
+    schedules, heights = [f"schedule_{block_m}" for block_m in block_ms[:2]], [*block_ms, 1, 1][:2]
+    lengths = [layout.max_blocks(block_m) for block_m in block_ms[:2]] + [0, 0]
+    outputs = builder.pointers("slot_of_row", "row_of_slot", "invalid_ids", "virtual_schedule", "tile_counters")
+    outputs |= builder.pointers("group_sizes", "group_start")
+    outputs |= passed(**{f"schedule_{n}": name for n, name in enumerate([*schedules, None, None][:2])})
+    outputs |= builder.pointers("given_weights", "row_weight") | passed(num_slots=slots)
+    counts = passed(virtual_blocks=adapters.virtual.max_blocks(adapters.block_m(target)))
+    counts |= passed(max_blocks_0=lengths[0], max_blocks_1=lengths[1])
+    tail = passed(COUNTERS=tile_counters, BLOCK_M=adapters.block_m(target), BLOCK_M_0=heights[0], BLOCK_M_1=heights[1])
+    tail |= passed(GROUPS=padded(groups, 32), EXPERTS=experts) | loads
+    starts = builder.pointers("virtual_sizes", "virtual_start")
+    if slots <= SLOTS_AT_ONCE[target.engine]:
+        builder.note(f"{slots} slots: one launch, every program counts all slots")
+        num_warps, block = expert_warps(padded(groups, 32), 4), 128 if target.on_gpu else 64
+        programs = max(1, -(-slots // block))
+        builder.scratch("block_counts", ArraySpec((2 * programs, groups), "int32"))
+        tail |= passed(BLOCK_FILL=128 * num_warps, BLOCK_S=block, CHUNK=256 if target.on_gpu else 64, PDL=None)
+        arguments = read | builder.pointers("block_counts") | starts | outputs | counts | sizes | tail
+        builder.launch(LAYOUT_AT_ONCE, (programs,), arguments, num_warps)
+    else:
+        blocks, num_warps = -(-slots // block_slots), 8
+        builder.note(f"{slots} slots: counted in blocks of {block_slots}, then placed")
+        builder.scratch("block_counts", ArraySpec((blocks, groups), "int32"))
+        builder.scratch("block_invalid", ArraySpec((blocks,), "int32"))
+        counted = builder.pointers("block_counts", "block_invalid")
+        arguments = read | counted | passed(num_slots=slots) | sizes | passed(GROUPS=padded(groups, 32)) | loads
+        builder.launch(COUNT_BLOCKS, (blocks,), arguments | passed(BLOCK_S=block_slots, PDL=None))
+        arguments = builder.pointers("block_counts", "virtual_sizes") | passed(num_blocks=blocks, NUM_GROUPS=groups)
+        arguments |= passed(BLOCK_G=_SUMMED_GROUPS, BLOCK_B=_SUMMED_BLOCKS if target.on_gpu else 4, PDL=None)
+        builder.launch(SUM_BLOCKS, (-(-groups // _SUMMED_GROUPS),), arguments)
+        tail |= passed(BLOCK_FILL=128 * num_warps, BLOCK_S=block_slots, PDL=None)
+        arguments = read | counted | starts | outputs | passed(num_blocks=blocks) | counts | sizes | tail
+        builder.launch(PLACE_BLOCKS, (blocks + (16 if target.on_gpu else 2),), arguments, num_warps)
+    for block_m in block_ms[2:]:
+        name = f"schedule_{block_m}"
+        builder.call(plan_schedule(layout, block_m, target), name, {"group_sizes": "group_sizes", "schedule": name})
+
+
+def _add_reference(
+    builder: PlanBuilder,
+    adapters: Adapters,
+    present: Mapping[str, str],
+    token_mask: ArraySpec | None,
+    routing: TopK,
+) -> None:
+    from moe_core.ops.lora import reference as twins
+
+    builder.scratch("virtual", builder.spec("ids"), Role.IDS)
+    builder.scratch("block_invalid", ArraySpec((1,), "int32"))
+    builder.scratch("virtual_invalid", ArraySpec((1,), "int32"), Role.INVALID_IDS)
+    function, made = function_name(twins.virtual_ids), ("virtual", "block_invalid")
+    builder.add_reference(ReferenceCall(function, tuple(present.items()), (("adapters", adapters),), made))
+    options = {"token_mask": token_mask, "given_weights": routing.weights}
+    plan = plan_layout(builder.spec("virtual"), adapters.virtual, builder.target, **options)
     bindings = {"ids": "virtual", "group_sizes": "virtual_sizes", "group_start": "virtual_start"}
     bindings |= {"slot_of_row": "slot_of_row", "row_of_slot": "row_of_slot", "invalid_ids": "virtual_invalid"}
     bindings |= {"given_weights": "given_weights", "row_weight": "row_weight"} if routing.weights is not None else {}
-    bindings |= {"tile_counters": "tile_counters"} if tile_counters else {}
     roles = {"group_sizes": Role.VIRTUAL_SIZES, "group_start": Role.VIRTUAL_START}
-    for height in heights:
-        builder.output("virtual_schedule", plan.spec(f"schedule_{height}"))
-        bindings[f"schedule_{height}"], roles[f"schedule_{height}"] = "virtual_schedule", Role.VIRTUAL_SCHEDULE
     builder.call(plan, "virtual", bindings, roles)
     names = ("virtual_start", "virtual_invalid", "block_invalid", "group_sizes", "group_start", "invalid_ids")
-    if target.compiled:
-        arguments = builder.pointers(*names) | passed(num_blocks=blocks, NUM_EXPERTS=layout.num_experts)
-        arguments |= passed(SLOTS=adapters.slots, EXPERTS=padded(layout.num_experts + 1, 1), BLOCK=128)
-        builder.launch(MERGE_GROUPS, (1,), arguments)
-    else:
-        from moe_core.ops.lora import reference as twins
-
-        function, inputs = function_name(twins.merge_groups), tuple((name, name) for name in names[:3])
-        builder.add_reference(ReferenceCall(function, inputs, (("slots", adapters.slots),), names[3:]))
-    for block_m in block_ms:
-        name = f"schedule_{block_m}"
-        plan = plan_schedule(layout, block_m, target)
-        builder.output(name, plan.spec("schedule"))
-        builder.call(plan, name, {"group_sizes": "group_sizes", "schedule": name})
-    builder.sums("an expert's rows: no adapter first, then adapters ascending, each in slot order")
-    return builder.build()
+    function, inputs = function_name(twins.merge_groups), tuple((name, name) for name in names[:3])
+    builder.add_reference(ReferenceCall(function, inputs, (("slots", adapters.slots),), names[3:]))
 
 
 def add_virtual_schedule(

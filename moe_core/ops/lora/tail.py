@@ -19,7 +19,7 @@ _CONSTANTS = ("RANK", "SLOTS", "NUM_EXPERTS", "SLOT_STRIDE", "EXPERT_STRIDE", "R
 class Tail:
     """low `[capacity, R]` of `plan_shrink`, and factor `[S, E or 1, R, N]`, with adapters.transposed `[..., N, R]`.
 
-    N and its order are those of the product's weights. adapters.dropout masks what is added.
+    N and its order are as in the product's weights. adapters.dropout masks what is added.
     """
 
     low: ArraySpec

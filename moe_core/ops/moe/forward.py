@@ -57,8 +57,6 @@ def plan_moe(
         raise InvalidInput(f"{setting} with multiprocessors, got {options.multiprocessors}; leave them out")
     planner = _MoEPlanner(x, experts, routing, spec, target, options)
     apart = 0 if options.multiprocessors is None else launches_behind_hidden(options.results_at)
-    if options.lora is not None:
-        return planner.plan()
     return use_pdl(planner.plan(), planner.tokens, batch_invariant=spec.batch_invariant, apart=apart)
 
 

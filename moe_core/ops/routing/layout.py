@@ -54,7 +54,7 @@ def require_experts(num_experts: int) -> None:
         )
 
 
-def _expert_warps(experts: int, least: int) -> int:
+def expert_warps(experts: int, least: int) -> int:
     """Warps for several padded rows of experts: 4 elements of each per thread."""
     return min(16, max(least, experts // 128))
 
@@ -162,7 +162,7 @@ class LayoutLauncher:
             self.builder.note(f"{slots} slots: one launch, every program counts all slots")
             layout, block_slots = self.layout, _BLOCK_SLOTS[self.target.engine]
             chunk = first_holding(_CHUNK_SLOTS[self.target.engine], layout.num_slots)
-            num_warps = _expert_warps(self.experts, 4)
+            num_warps = expert_warps(self.experts, 4)
             arguments = self.read | self.outputs(*_PLACING, num_slots=layout.num_slots, capacity=layout.capacity)
             arguments |= passed(COUNT_LOST=layout.limit is not None) | self.sizes
             arguments |= self.tail(num_warps, BLOCK_S=block_slots, CHUNK=chunk)
@@ -177,7 +177,7 @@ class LayoutLauncher:
             arguments = self.read | self.builder.pointers("block_counts", "block_invalid")
             arguments |= passed(num_slots=self.layout.num_slots, block_slots=block_slots) | self.sizes
             arguments |= passed(CHUNK=_CHUNK_SLOTS[self.target.engine][-1], EXPERTS=self.experts)
-            self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, _expert_warps(self.experts, 4))
+            self.builder.launch(COUNT_BLOCKS, (blocks,), arguments, expert_warps(self.experts, 4))
             self.place_blocks(block_slots, "block_invalid")
         self.further_schedules()
 
@@ -241,7 +241,7 @@ def _launch_schedule(builder: PlanBuilder, layout: LayoutSpec, block_m: int, out
     programs = programs if builder.target.interpreted else min(programs, builder.target.num_sms)
     arguments = passed(group_sizes="group_sizes", schedule=output, max_blocks=length, NUM_EXPERTS=layout.num_experts)
     arguments |= passed(BLOCK_M=block_m, EXPERTS=experts, BLOCK_FILL=1024)
-    builder.launch(SCHEDULE, (programs,), arguments, _expert_warps(experts, 4))
+    builder.launch(SCHEDULE, (programs,), arguments, expert_warps(experts, 4))
 
 
 def add_schedule(

@@ -232,9 +232,11 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("fill(row_of_slot, end + expert.to(tl.int64) * BLOCK, last", "fill(row_of_slot, end, end"),
     ),
     "lora.kernels.groups": (
-        OpFault("local * (SLOTS + 1) + adapter", "local * (SLOTS + 1) + tl.minimum(adapter, 1)"),
-        OpFault("counted & (adapters != -1)", "counted"),
-        OpFault("(experts + 1) * (SLOTS + 1)", "experts * (SLOTS + 1)"),
+        OpFault("tl.where(rank > 0, adapter + 1, 0)", "tl.where(rank > 0, 1, 0)"),
+        OpFault("counted & (adapter != -1)", "counted"),
+        OpFault("place = place + (merged.SLOTS + 1)", "place = place + 0"),
+        OpFault("total[None, :] + tl.cumsum", "tl.cumsum"),
+        OpFault("mask=(local >= 0) & (slots < block)", "mask=local >= 0"),
     ),
     "lora.kernels.dropout": (
         OpFault(">= THRESHOLD", "< THRESHOLD"),

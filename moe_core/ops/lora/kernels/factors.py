@@ -7,6 +7,7 @@ factor_gradient: gradient[adapter, e] = cast(sum over its rows of left row^T . r
 import triton
 import triton.language as tl
 
+from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.common.kernels.rows import source_rows
 from moe_core.ops.lora.kernels.dropout import kept
 
@@ -29,13 +30,15 @@ def shrink(
     SLOT_STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, KEPT: tl.constexpr, THRESHOLD: tl.constexpr, MASKED: tl.constexpr,
     SALT: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of low `[rows, RANK]`. Columns behind an adapter's rank, and rows without one, become zeros.
 
     THRESHOLD: of dropout, 0: none. KEPT: 1 / (1 - probability). MASKED: x's elements are masked by `token` or `slot`,
     or (None) not.
     """
+    if PDL is not None:
+        join()
     group = tl.load(schedule + 2 * tl.program_id(0) + 1)
     if group < 0:
         return
@@ -55,7 +58,7 @@ def shrink(
             if THRESHOLD > 0 and MASKED is not None:
                 left = tl.where(kept(seed, source_rows(rows, slots, MASKED, TOP_K), k, THRESHOLD, SALT), left, 0.0)
             pointers = matrix + k[:, None] * K_STRIDE + columns[None, :] * R_STRIDE
-            # A mask of unused columns, whose sums become zeros, would split the reads into single elements.
+            # A mask of unused columns (their sums become zeros) would split the reads into single elements.
             right = tl.load(pointers, mask=(k < D)[:, None] & (columns < RANK)[None, :], other=0.0).to(left.dtype)
             total = tl.dot(left, right, total, input_precision=INPUT_PRECISION)
         total = total * (tl.load(scale + adapter * NUM_EXPERTS + expert) * KEPT)
