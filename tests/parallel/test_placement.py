@@ -197,7 +197,7 @@ def test_wrong_placements_are_refused(change: dict[str, Any], message: str) -> N
         (([1, 2, 3], 2, 1), {}, "per_rank must be at least 2 for 3 experts on 2 ranks, got 1"),
         (([1, 2, 3], 4, 1), {"nodes": 3}, "nodes must divide num_ranks = 4, got 3"),
         (([1, 2, 3], 4, 1), {"nodes": 0}, "nodes must be an integer of at least 1, got 0"),
-        (([1, -2], 2, 1), {}, "load must be [num_experts] of finite numbers of at least 0"),
+        (([1, -0.5], 2, 1), {}, "load must be [num_experts] of finite numbers of at least 0"),
         (([1, np.nan], 2, 1), {}, "load must be [num_experts] of finite numbers of at least 0"),
         (([], 2, 1), {}, "load must be [num_experts]"),
         (([1], 0, 1), {}, "num_ranks must be an integer of at least 1, got 0"),

@@ -279,6 +279,7 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
         read({name: tensor for name, tensor in tensors.items() if "base_layer.lora_B" not in name})
     with pytest.raises(InvalidInput, match="layer 7 must have gate and up together or apart, got both"):
         packings._first("layer 7", dict.fromkeys(("gate", "gate_up"), Any), base())
+    assert packings._first("layer 7", {"gate_up": Any}, base()) is Any
     missing = {name: one for name, one in projections(factors(base())).items() if ".2.up_proj.lora_B" not in name}
     with pytest.raises(InvalidInput, match="for each of 3 experts"):
         read(missing, packing="vllm-2d")
