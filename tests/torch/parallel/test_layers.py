@@ -323,6 +323,8 @@ def compiled(group: Any, kind: str, way: ExchangeSpec) -> dict[str, Any]:
     """A compiled layer, a copy of a layer, and the same one in eager code, forward and backward; and graph breaks."""
     layer = placed(group, "plain", kind, way)
     copied, x, found = copy.deepcopy(layer), rows((6,), torch.float32)[0], {}
+    first, other = (ExpertParallel(mesh_of(group)) for _ in range(2))
+    assert first.name != other.name and ExpertParallel.named(first.name) is first, "programs tell them apart"
     counters: Any = importlib.import_module("torch._dynamo.utils").counters
     counters.clear()
     with running_on("reference"):
