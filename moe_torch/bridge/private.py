@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
 import operator
 import sys
@@ -142,10 +143,9 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def redispatch_below_autograd(overload: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
-    highest = None
-    while "Autograd" not in str(highest):
-        highest = keys.highestPriorityTypeId()
+    while "Autograd" not in str(highest := keys.highestPriorityTypeId()):
         keys = keys.remove(highest)
+    keys = keys.remove(highest)
     return overload.redispatch(keys, *arguments)
 
 
@@ -195,9 +195,14 @@ def graph_break(function: _Function) -> _Function:
     return function
 
 
+@functools.cache
+def _disabled(function: Any) -> Any:
+    return torch.compiler.disable(function)
+
+
 def uncompiled(function: _Function) -> _Function:
-    disable: Any = torch.compiler.disable
-    return disable(function) if "torch._dynamo" in sys.modules else function
+    """The function, wrapped once where Dynamo may be at work."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
 def is_fake(tensor: Any) -> bool:
@@ -219,7 +224,6 @@ class _NoMode:
 
 
 TorchDispatchMode: Any = _named("utils._python_dispatch.TorchDispatchMode", _NoMode)
-
 
 _top_hooks = _named("_C._autograd._top_saved_tensors_default_hooks")
 _pop_hooks = _named("_C._autograd._pop_saved_tensors_default_hooks")
@@ -268,8 +272,7 @@ def is_compiled(ctx: Any) -> bool:
 
 def calling_modules() -> list[torch.nn.Module]:
     """The modules that run, innermost first."""
-    frame: Any = sys._getframe()
-    modules = []
+    frame, modules = cast(Any, sys._getframe()), []
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
         if isinstance(module, torch.nn.Module):
@@ -386,15 +389,12 @@ def attribute_key(name: str) -> Any:
 def _tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _tree_map(function, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)([_tree_map(function, value) for value in tree])
-    return function(tree)
+    return type(tree)([_tree_map(function, one) for one in tree]) if type(tree) in (list, tuple) else function(tree)
 
 
 tree_map: Callable[..., Any] = _tree_map if _pytree is None else _pytree.tree_map
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    leaves: list[Any] = []
-    tree_map(leaves.append, tree)
+    tree_map((leaves := list[Any]()).append, tree)
     return leaves

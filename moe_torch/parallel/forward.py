@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -148,16 +147,10 @@ def exchanged(
         )
     # Compiled code that calls it compiles nothing here.
     exchange = Exchange(parallel, placement, ranks, moving, calls)
-    result = _run_of("torch._dynamo" in sys.modules)(exchange, operands.x, operands, spec)
+    result = uncompiled(Exchange.run)(exchange, operands.x, operands, spec)
     # Only what all ranks have done: failed calls are told, and do not count.
     calls.number += 1
     return result
-
-
-@functools.cache
-def _run_of(compiles: bool) -> Callable[..., ParallelOutput]:
-    """`Exchange.run`, wrapped once where the compiler may be at work: that takes as long as several launches."""
-    return uncompiled(Exchange.run)
 
 
 class Exchange:
