@@ -12,6 +12,7 @@ from moe_jax.bridge.placement import replicated
 from moe_jax.bridge.platforms import cpu_engine, export_target, load_plans
 from moe_jax.buckets import export_buckets, load_buckets
 from moe_jax.ops import *  # noqa: F403 - its `__all__`
+from moe_jax.spread import moe as moe
 from moe_jax.warmup import warmup
 
 __all__ = [

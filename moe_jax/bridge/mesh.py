@@ -87,6 +87,12 @@ def mesh_of(arrays: Iterable[Any], eager: bool = True) -> AbstractMesh | None:
     if mesh.empty:
         meshes = [_held(array) for array in arrays]
         mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), mesh)
+        constants = not any(isinstance(array, Tracer) for array in arrays)
+        if not mesh.empty and mesh.size > 1 and constants and isinstance(jax.lax.full((), 0), Tracer):
+            raise Unsupported(
+                "arrays of several devices must be arguments of a jitted function, got constants over "
+                f"{dict(mesh.shape)}; pass them, or call it under jax.set_mesh"
+            )
     elif eager and not any(isinstance(array, Tracer) or len(array.devices()) > 1 for array in arrays):
         return None
     # An axis of one device in a tracer's type has to come back in the types of results and gradients.
@@ -317,7 +323,7 @@ def _spread(op: Callable[..., Any], x: Any, given: dict[str, Any], rows: Names, 
     if visible and not split.over:
         return op(**given)
     arrays, options = parted(given)
-    specs = {name: _specs_of(name, value, name in rows, split) for name, value in arrays.items()}
+    specs = {name: specs_of(name, value, name in rows, split) for name, value in arrays.items()}
     arrays = {name: held(name, value, specs[name], mesh) for name, value in arrays.items()}
     options += ((total, split.over),) if total else ()
     local = OnRows(op, options, split.over, summed, sizes and (rows[0], sizes))
@@ -349,7 +355,7 @@ def held(name: str, value: Any, specs: Any, mesh: AbstractMesh, fix: str | None 
     return jax.tree_util.tree_map_with_path(of, value, specs, is_leaf=lambda one: one is None)
 
 
-def _specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
+def specs_of(name: str, value: Any, has_rows: bool, split: Split) -> Any:
     """The PartitionSpecs of an argument. Biases of routers have rows if they have two axes."""
 
     def of(path: Any, array: Any) -> PartitionSpec:

@@ -121,6 +121,46 @@ def test_ops_on_rows_are_split(op: Callable[..., Any]) -> None:
                 assert first.sharding.spec[0] is not None, "its rows stay where they are"
 
 
+def slots(x: Any) -> dict[str, Any]:
+    """Of two experts of four, one of them nobody's, and tokens without any."""
+    ids = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 3 - 1
+    return {"routing": moe_jax.TopK(ids, jnp.ones((8, 2))), "spec": dataclasses.replace(SHARED.spec, router=None)}
+
+
+SHARED = small_layer(num_tokens=8, num_experts=4)
+CALLS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "mask": lambda x: {"token_mask": x[:, 0] > -1},
+    "ids": slots,
+    "shared": lambda x: {"shared": moe_jax.SharedExpert(jnp.ones((48, 16)) / 9, jnp.ones((8, 48)) / 9)},
+}
+
+
+@pytest.mark.parametrize("more", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, NUM_DEVICES), (2, 1)], ids=str)
+def test_devices_that_share_the_experts_exchange_rows(more: Callable[[Any], Any], sizes: tuple[int, int]) -> None:
+    """Where their split shows: not in a transformation under automatic axes. Gradients stay split."""
+
+    def both(x: jax.Array, experts: Any, routing: Any) -> Any:
+        options = {"routing": routing, "spec": SHARED.spec, **more(x)}
+        result = moe_jax.moe(x, experts, **options)
+        return jnp.square(result.output).sum(), result
+
+    step = jax.value_and_grad(both, argnums=(0, 1, 2), has_aux=True)
+    x, *others = to_jax(SHARED[:3])
+    with running_on("reference"):
+        wanted = step(x, *others)
+        for kind, run in ((AxisType.Auto, both), (AxisType.Explicit, jax.jit(step))):
+            mesh = mesh_of(*sizes, kind=kind)
+            experts = jax.device_put(others[0], NamedSharding(mesh, P("model")))
+            found = run(jax.device_put(x, NamedSharding(mesh, P("data"))), experts, others[1])
+            expected = wanted[0] if run is both else wanted
+            jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, 1e-4, 1e-5), found, expected)
+        assert found[1][1].down.sharding.is_equivalent_to(experts.down.sharding, 3)
+        if sizes[1] > 1:
+            with pytest.raises(moe_jax.Unsupported, match="experts must be whole on every device with expert_map, got"):
+                moe_jax.moe(x, experts, others[1], SHARED.spec, expert_map=jnp.arange(4, dtype=jnp.int32))
+
+
 def reshard(arrays: Any, mesh: Mesh) -> Any:
     constrain = jax.sharding.reshard if mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
     return jax.tree.map(lambda one: constrain(one, NamedSharding(mesh, P(*(None,) * one.ndim))), arrays)

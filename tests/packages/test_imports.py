@@ -127,8 +127,8 @@ ROOMS = {
     ),
     "moe_jax": (
         *("bridge", "autodiff", "quantize", "rows", "grouped", "trace", "ops", "warmup", "buckets"),
-        *("parallel", "layers", "monitor", "modular", "variables", "nnx", "maxtext", "tunix", "linen", "parity"),
-        *("parity_ranks", "__init__"),
+        *("parallel", "spread", "layers", "monitor", "modular", "variables", "nnx", "maxtext", "tunix", "linen"),
+        *("parity", "parity_ranks", "__init__"),
     ),
 }
 PACKAGES = tuple(ROOMS)

@@ -30,6 +30,7 @@ PUBLISHED = {
     "moe_jax/grouped.py": {"gmm"},
     "moe_torch/layers/moe.py": {"__init__"},
     "moe_jax/ops.py": {"explain_moe", "moe"},
+    "moe_jax/spread.py": {"moe"},
     "moe_jax/nnx.py": {"__init__"},
     "moe_jax/maxtext.py": {"__init__"},
     "moe_jax/layers/functional.py": {"forward"},
