@@ -8,7 +8,6 @@ from typing import Any
 
 KINDS = ("moe", "layer", "route", "layout", "stages", "norm", "exchange")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-#: dtypes of given ids, and of the weights that come with them.
 ID_DTYPES, ROUTER_WEIGHT_DTYPES = ("int32", "int64"), ("float32", "bfloat16", "float16")
 #: What x holds; drawn anew for every set of values, as the kinds of logits and ids are.
 X_KINDS = ("normal", "nan", "inf", "zeros", "large", "tiny", "one_hot")
@@ -64,9 +63,8 @@ class Case:
     has its place, by stores and loads, else the tables that they go by; by_token: a token goes to a rank once; bound:
     of the rows that a rank takes, one less than there are or all, "" = none; programs: of a launch, 0 = as many as
     wanted; rows_format: of rows that travel; D: their width, in pieces of 16 bytes. tile: of token rounding, 0 = none;
-    rounding: its mode; candidates: 0 = the default. adapters: slots of LoRA factors, 0 = none: one serves
-    all tokens of a layer and is trained with all else, several are chosen by ids and trained alone. shared_factors: by
-    all experts.
+    rounding: its mode; candidates: 0 = the default. adapters: slots of LoRA factors, 0 = none: one serves all tokens of
+    a layer and is trained with all else, several are chosen by ids and trained alone. shared_factors: by all experts.
     """
 
     kind: str = "moe"
