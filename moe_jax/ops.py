@@ -289,10 +289,7 @@ def moe(
     adapter_ids: Array | None = None,
     checked: bool = False,
 ) -> MoEOutput:
-    """Run one whole MoE forward as one custom call, and its gradients as one more, as `moe_torch.moe`.
-
-    x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`.
-    """
+    """`moe_jax.moe` with whole experts."""
     arrays = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared}
     return run_moe(x, experts, routing, spec, checked=checked, **arrays, lora=lora, adapter_ids=adapter_ids)
 

@@ -43,7 +43,6 @@ from moe_jax.parallel.axis import ExpertAxis
 from moe_jax.parallel.forward import run
 
 
-@functools.wraps(ops.moe)
 def moe(
     x: Array,
     experts: ExpertWeights,
@@ -57,6 +56,11 @@ def moe(
     adapter_ids: Array | None = None,
     checked: bool = False,
 ) -> MoEOutput:
+    """Run one whole MoE forward as one custom call, and its gradients as one more, as `moe_torch.moe`.
+
+    x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`. Where one
+    mesh axis visibly splits the experts, rows travel over it, and results are those of one device.
+    """
     arrays = {"x": x, "experts": experts, "routing": routing, "token_mask": token_mask, "shared": shared}
     arrays |= {"lora": lora, "adapter_ids": adapter_ids}
     mesh = mesh_of(jax.tree.leaves(arrays)) if isinstance(experts, ExpertWeights) else None
