@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from moe_core.errors import Unsupported
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
@@ -61,10 +60,9 @@ def moe(
     x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`. Where one
     mesh axis visibly splits the experts, rows travel over it, and results are those of one device.
     """
-    arrays = {"x": x, "experts": experts, "routing": routing, "token_mask": token_mask, "shared": shared}
-    arrays |= {"lora": lora, "adapter_ids": adapter_ids}
-    mesh = mesh_of(jax.tree.leaves(arrays)) if isinstance(experts, ExpertWeights) else None
-    names = () if mesh is None else _axes_of(experts, mesh)
+    names = _axes_of(experts) if isinstance(experts, ExpertWeights) else ()
+    mesh = mesh_of(jax.tree.leaves((x, experts))) if names else None
+    names = () if mesh is None else tuple(name for name in names if free_axes(mesh).get(name, 1) > 1)
     if mesh is None or not names:
         options: Any = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
         return ops.moe(x, experts, routing, spec, **options, lora=lora, adapter_ids=adapter_ids)
@@ -76,6 +74,10 @@ def moe(
                 f"experts must be whole on every device with {name}, got a split over {', '.join(names)}; reshard "
                 "them, or call moe_jax.parallel.moe inside a jax.shard_map of your own"
             )
+    if lora is None and adapter_ids is not None:
+        raise InvalidInput("adapter_ids must be None without lora, got an array; pass lora too")
+    arrays = {"x": x, "experts": experts, "routing": routing, "token_mask": token_mask, "shared": shared}
+    arrays |= {"lora": lora, "adapter_ids": adapter_ids}
     (axis,), num_experts = names, _array_of(experts.down).shape[0]
     split = split_tokens(x, mesh, needed=(axis,))
     of_experts = functools.partial(_by_expert, num_experts=num_experts, axis=axis, split=split)
@@ -101,14 +103,11 @@ def _array_of(weight: Any) -> Any:
     return weight.values if isinstance(weight, QuantizedTensor) else weight
 
 
-def _axes_of(experts: ExpertWeights, mesh: AbstractMesh) -> Names:
+def _axes_of(experts: ExpertWeights) -> Names:
     """The mesh axes that visibly split the experts."""
-    free, number = free_axes(mesh), int(experts.layer_index is not None)
-    for weight in (experts.gate_up, experts.up, experts.down):
-        shown = (spec_of(_array_of(weight)) if weight is not None else None) or ()
-        if names := tuple(name for name in as_names((*shown, None, None)[number]) if free.get(name, 1) > 1):
-            return names
-    return ()
+    number = int(experts.layer_index is not None)
+    shown = (spec_of(_array_of(weight)) or () for weight in (experts.gate_up, experts.down))
+    return next((names for spec in shown if (names := as_names((*spec, None, None)[number]))), ())
 
 
 def _by_expert(value: Any, number: int, name: str, num_experts: int, axis: str, split: Split) -> Any:
@@ -117,8 +116,8 @@ def _by_expert(value: Any, number: int, name: str, num_experts: int, axis: str, 
     def of(path: Any, array: Any) -> P:
         entries = [*(spec_of(array) or ()), *(None,) * array.ndim][: array.ndim]
         is_split = array.ndim > number and array.shape[number] == num_experts
-        if is_split:
-            entries[number] = None
+        if is_split and set(as_names(entries[number])) <= {axis}:
+            entries[number] = None  # of another axis it is refused
         split.whole(".".join([name, *(str(getattr(key, "name", key)) for key in path)]), entries)
         return P(*(None,) * number, axis) if is_split else P()
 

@@ -159,6 +159,12 @@ def test_devices_that_share_the_experts_exchange_rows(more: Callable[[Any], Any]
         if sizes[1] > 1:
             with pytest.raises(moe_jax.Unsupported, match="experts must be whole on every device with expert_map, got"):
                 moe_jax.moe(x, experts, others[1], SHARED.spec, expert_map=jnp.arange(4, dtype=jnp.int32))
+            with pytest.raises(moe_jax.InvalidInput, match="adapter_ids must be None without lora"):
+                moe_jax.moe(x, experts, others[1], SHARED.spec, adapter_ids=jnp.zeros(8, jnp.int32))
+        if sizes == (2, 2):
+            apart = dataclasses.replace(experts, down=jax.device_put(others[0].down, NamedSharding(mesh, P("data"))))
+            with pytest.raises(moe_jax.Unsupported, match=r"experts\.down must be whole on every device, got .*data"):
+                moe_jax.moe(x, apart, others[1], SHARED.spec)
 
 
 def reshard(arrays: Any, mesh: Mesh) -> Any:
