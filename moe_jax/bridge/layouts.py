@@ -1,7 +1,7 @@
 """Ops on layouts over the devices of a mesh. A layout orders the slots of all tokens, and is whole on every device.
 
-- Products and sums whose rows are those of tokens or slots, at both ends, are split by token: each device orders its
-  slots anew. Products from layout rows to layout rows are split by row: each device has some of the groups.
+- Products and sums from tokens or slots to tokens or slots are split by token: each device orders its slots anew.
+  Products from layout rows to layout rows are split by row: each device has some of the groups.
 - Weights that are visibly split by expert stay. Each device multiplies the rows of its experts, and zeros of the others
   are added to them.
 - Others need rows of every device. They run whole on each, on arrays that are whole. Ids, masks and counts, which make

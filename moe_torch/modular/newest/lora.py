@@ -37,8 +37,7 @@ class MoELoRAContext:
         top_k: of the layer.
         w13_num_slices: 1 or 2, the number of tensors in w13_lora_a_stacked.
         fully_sharded, use_tuned_config, aux_stream, events: must ask for nothing.
-        tp_rank, tp_size: of a layer whose F is split: factors are this rank's, and the sums over ranks are the
-            caller's.
+        tp_rank, tp_size: of a layer with a split F: factors are this rank's, and the caller sums over ranks.
         local_num_experts: E.
         punica_wrapper: vLLM's, for the slots of tokens. None with local_token_lora_mapping.
         enable_moe_shared_loras: an axis E may be 1.
