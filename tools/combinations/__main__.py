@@ -31,7 +31,7 @@ def complaints(framework: str, row: Row, pattern: str | None = None, seed: int =
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.combinations", description=__doc__)
     parser.add_argument("--framework", choices=list(WAYS), help="only this one")
-    parser.add_argument("--write", action="store_true", help=f"write the matrices into {page.PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {page.PAGE.name}")
     options = parser.parse_args()
     failures = 0
     for framework in [options.framework] if options.framework else WAYS:

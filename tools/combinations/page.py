@@ -1,16 +1,14 @@
-"""The matrices of docs/user/combinations.md, made from what the rows prove."""
+"""The tables of docs/user/combinations.md, made from what the rows prove."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tools.combinations.features import APART, MODELS, RANKS, REFUSED, apart, factors, refused
+from tools.combinations.features import APART, FIELDS, MODELS, RANKS, REFUSED, factors
 
 PAGE = Path(__file__).parents[2] / "docs" / "user" / "combinations.md"
 BEGIN, END = "<!-- begin: python -m tools.combinations --write -->", "<!-- end -->"
-RUNS, SOME, NONE, APART_CELL = "+", "(+)", "no", "/"
 TITLES = {
     "torch": "PyTorch",
     RANKS: "PyTorch on two ranks",
@@ -21,59 +19,48 @@ TITLES = {
 
 #: Features all of whose values count: none is plain.
 _NEVER_PLAIN = ("family", "by")
+_HEADINGS = ((REFUSED, "feature", "refused with", "the error says"), (APART, "feature", "never with", "because"))
 
 
 def render(frameworks: Iterable[str] = TITLES) -> str:
     """The generated part of the page."""
-    sections = [f"## In both frameworks\n\n{reasons('')}"]
-    sections += [f"## {TITLES[name]}\n\n{matrix(name)}\n\n{reasons(name)}" for name in frameworks]
+    sections = [f"## In both frameworks\n\n{values(FIELDS)}\n\n{reasons('')}"]
+    for name in frameworks:
+        new = {feature: every for feature, every in factors(name).items() if name == MODELS or feature not in FIELDS}
+        sections.append(f"## {TITLES[name]}\n\n{values(new)}\n\n{reasons(name)}")
     return "\n\n".join(sections)
 
 
-def _shown(framework: str) -> dict[str, tuple[str, ...]]:
-    every = factors(framework)
-    return {name: values[name not in _NEVER_PLAIN :] for name, values in every.items()}
-
-
-def matrix(framework: str) -> str:
-    """A line for each feature, with a cell for each one before it."""
-    shown = _shown(framework)
-    names = list(shown)
-    lines = [_line(["", "feature", "values", *(str(number) for number in range(1, len(names)))])]
-    lines.append("|" + " --- |" * (len(names) + 2))
-    for place, name in enumerate(names):
-        cells = [cell(framework, name, other) for other in names[:place]]
-        cells += [""] * (len(names) - 1 - len(cells))
-        lines.append(_line([str(place + 1), name, ", ".join(shown[name]), *cells]))
-    return "\n".join(lines)
-
-
-def cell(framework: str, first: str, second: str) -> str:
-    """How the values of two features combine, plain ones aside."""
-    shown = _shown(framework)
-    pairs = set(itertools.product(*([(name, value) for value in shown[name]] for name in (first, second))))
-    not_there = {pair for pair in pairs for values, _ in apart(framework) if set(values) == set(pair)}
-    lost = {pair for pair in pairs for values, _ in refused(framework) if set(values) <= set(pair)}
-    if not_there == pairs:
-        return APART_CELL
-    if lost | not_there == pairs:
-        return NONE
-    touched = any({first, second} <= {name for name, _ in values} for values, _ in refused(framework))
-    return SOME if lost or touched or not_there else RUNS
+def values(features: Mapping[str, Iterable[str]]) -> str:
+    """A line for each feature with its values but the plain one."""
+    lines = [_line(["feature", "values"]), "| --- | --- |"]
+    return "\n".join(lines + [_line([n, ", ".join([*v][n not in _NEVER_PLAIN :])]) for n, v in features.items()])
 
 
 def reasons(framework: str) -> str:
-    """What a framework, or both, refuse, and what has no meaning."""
-    lines = [_line(["together", "why"]), "| --- | --- |"]
-    for table, begin in ((REFUSED, "refused: "), (APART, "")):
-        lines += [_line([_words(text), begin + _plain(reason)]) for text, reason in table.get(framework, ())]
-    return "\n".join(lines)
+    """What a framework, or both, refuse, and what has no meaning: rules of one reason in one line."""
+    tables = []
+    for rules, *headings in _HEADINGS:
+        grouped = dict[str, list[list[str]]]()
+        for text, reason in rules.get(framework, ()):
+            grouped.setdefault(reason, []).append(_words(text))
+        lines = [_line([*cells, _plain(reason)]) for reason, every in grouped.items() for cells in _together(every)]
+        tables.append("\n".join([_line(headings), "| --- | --- | --- |", *lines]))
+    return "\n\n".join(tables)
 
 
-def _words(text: str) -> str:
-    """A rule as the table says it."""
+def _together(rules: list[list[str]]) -> list[tuple[str, str]]:
+    """(what the rules of one reason share, the rest of each), or a pair for each rule where they share nothing."""
+    common = [part for part in rules[0] if all(part in rule for rule in rules)]
+    if len(rules) == 1 or not common:
+        return [(rule[0], ", ".join(rule[1:])) for rule in rules]
+    return [(", ".join(common), "; ".join(", ".join(part for part in rule if part not in common) for rule in rules))]
+
+
+def _words(text: str) -> list[str]:
+    """The parts of a rule as the table says them."""
     parts = [part.partition("=") for part in text.split(", ")]
-    return ", ".join(name if value in ("*", "on", "some") else f"{name} = {value}" for name, _, value in parts)
+    return [name if value in ("*", "on", "some") else f"{name} = {value}" for name, _, value in parts]
 
 
 def _plain(pattern: str) -> str:
