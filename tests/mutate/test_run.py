@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from tests.support.paths import ROOT
 from tools.mutate import forks
 from tools.mutate.contexts import Contexts
-from tools.mutate.run import Result, Run, draw, drawn_at
+from tools.mutate.run import Run, draw, drawn_at
 from tools.mutate.sources import Mutation
 
 PACKAGE = {
@@ -123,21 +125,29 @@ def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> No
     assert of_one == [f"{test}[1]", f"{test}[3]"], "perhaps, and so behind those that are known to"
 
 
-@pytest.mark.parametrize(("status", "ran", "why"), [(5, [], "is no more"), (1, ["x::t"], "fails"), (0, ["x::t"], "")])
+@pytest.mark.parametrize(
+    ("status", "ran", "why"), [(5, [], "is no more"), (1, ["t"], "fails"), (0, ["t"], ""), (-11, [], "fails")]
+)
 def test_only_a_test_that_passes_without_the_change_kills_it(
     status: int, ran: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = Run([], Contexts(seconds={"x::t": 1.0}), tmp_path / "results.json", 1.0)
-    control.results["a"] = Result("a", "plan", "f", "swap", 1, "x", "y", "killed", "x::t", 1, 1, 1.0)
-    events = [{"event": kind, "test": test} for test in ran for kind in ("ran", *["failed"] * status)]
+    mutation, test = Mutation("moe_core/errors.py", "<module>", "swap", 1, 0, 1, ""), "tests/mutate/test_run.py::"
+    events = [{"event": kind, "test": test + one} for one in ran for kind in ("ran", *["failed"] * (status == 1))]
 
-    def outcomes(slots: Any, scratch: Any, make: Any, until: float) -> list[forks.Outcome]:
-        return [forks.Outcome(make(tmp_path), status, events, "", 1.0)]
+    def outcomes(slots: Any, scratch: Any, make: Any, until: float) -> Iterator[forks.Outcome]:
+        monkeypatch.setattr(run, "make", lambda tree: None)
+        while job := make(tmp_path):
+            yield forks.Outcome(job, status, events, "", 1.0)
 
     monkeypatch.setattr(forks, "run", outcomes)
+    run, again = (Run([("", mutation)], Contexts(seconds={test + "t": 1.0}), tmp_path / "r.json", 1.0) for _ in "12")
+    run.queue.clear()
+    run.keep("", mutation, "killed", test + "t", 1, 1.0)
     said: list[str] = []
-    control.control([tmp_path], tmp_path, said.append, 0.0)
-    assert control.results["a"].status == ("unsure" if why else "killed") and why in "".join(said)
+    run.run([tmp_path], tmp_path, said.append, math.inf)
+    assert len(run.results) == (not why) and len(run.queue) == bool(why) and why in "".join(said)
+    again.controls = json.loads(again.controls_at.read_text())
+    assert again.passes(test + "t") == (not why), "kept for the next run"
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -64,12 +64,13 @@ def names_entry(test: str, entry: str) -> bool:
 @dataclass
 class Contexts:
     """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder;
-    alike: tests that other parameters of their function were recorded for."""
+    alike: tests that other parameters of their function were recorded for; passed: recorded of today's text."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     setup: dict[str, float] = field(default_factory=dict)
     callers: dict[str, set[str]] = field(default_factory=dict)
     alike: set[str] = field(default_factory=set)
+    passed: set[str] = field(default_factory=set)
 
     def related(self, mutation: Mutation) -> list[str]:
         """Tests that call the function, those of files that import its module, those that name its entry of a table,
@@ -135,7 +136,7 @@ def place(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def digest(name: str) -> str:
-    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16] if (ROOT / name).exists() else ""
 
 
 def recorded(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
@@ -149,6 +150,7 @@ def load(folder: pathlib.Path) -> Contexts:
     for name in test_files():
         if record := recorded(folder, name):
             contexts.add(record)
+            contexts.passed |= set(record["tests"]) if record["digest"] == digest(name) else set()
     return contexts
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import collections
+import functools
 import hashlib
 import itertools
 import json
@@ -12,8 +14,9 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from tools.mutate import equivalent, forks
+from tools.mutate import contexts, equivalent, forks
 from tools.mutate.contexts import Contexts
 from tools.mutate.operators import mutations, parses
 from tools.mutate.sources import ROOT, Mutation, Source, files
@@ -83,36 +86,56 @@ def drawn_at(seed: int, key: tuple[str, ...]) -> bytes:
 
 
 def version(mutation: Mutation) -> str:
-    digest = hashlib.sha256((ROOT / mutation.path).read_bytes()).hexdigest()[:12]
-    return f"{mutation.key} {digest}"
+    """Of the innermost function around it, or the statement of the module: where it lies there, and its text."""
+    source = (ROOT / mutation.path).read_text()
+    data, pieces = source.encode(), _pieces(mutation.path, source)
+    begin, end = min((p for p in pieces if p[0] <= mutation.start and mutation.end <= p[1]), key=lambda p: p[1] - p[0])
+    digest = hashlib.sha256(data[begin:end]).hexdigest()[:12]
+    where = f"{mutation.path}::{mutation.function}:{mutation.start - begin}:{mutation.end - begin}"
+    return f"{where}:{mutation.operator}:{mutation.new} {digest}"
+
+
+@functools.cache
+def _pieces(path: str, text: str) -> list[tuple[int, int]]:
+    source = Source(path, text)
+    functions = [node for node in source.parents if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [source.span(node) for node in (*functions, *source.tree.body)]
 
 
 class Run:
     """The state of one run; `results` by the version of their mutation.
 
+    controls: of tests that killed and are not known to pass, the digest of their file and whether they pass without a
+    change; kept beside the results. unproven: those of them that are still to run, by file.
     again: no earlier result is kept. The test that killed a mutation before is its first either way.
     """
 
     def __init__(
         self,
         drawn: list[tuple[str, Mutation]],
-        contexts: Contexts,
+        recorded: Contexts,
         store: pathlib.Path,
         budget: float,
         *,
         again: bool = False,
     ) -> None:
-        self.contexts, self.store, self.budget = contexts, store, budget
+        self.contexts, self.store, self.budget = recorded, store, budget
         self.results: dict[str, Result] = {}
         kept = self.kept = {r["key"]: Result(**r) for r in json.loads(store.read_text())} if store.exists() else {}
         self.killers = {(r.function, r.before, r.after): r.by for r in kept.values() if r.status == "killed"}
         self.known = {entry.key for entry in equivalent.load()}
         self.queue: collections.deque[tuple[str, Mutation, int]] = collections.deque()
+        self.drawn = {version(mutation): (folder, mutation) for folder, mutation in drawn}
+        path = self.controls_at = store.with_name("controls.json")
+        self.controls: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.unproven: dict[str, list[str]] = {}
+        self.digest = functools.cache(contexts.digest)
         for folder, mutation in drawn:
             old = None if again else kept.get(version(mutation))
             listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
             if old and not (listed and old.status != "killed") and old.status in ("killed", "equivalent"):
                 self.results[old.key] = old
+                self.prove(old.by)
             elif listed:
                 self.keep(folder, mutation, "equivalent", "", 0, 0.0)
             else:
@@ -122,12 +145,14 @@ class Run:
     def keep(self, folder: str, mutation: Mutation, status: str, by: str, ran: int, seconds: float) -> Result:
         before, after = mutation.texts((ROOT / mutation.path).read_text())
         function = f"{mutation.path}::{mutation.function}"
-        key, related = version(mutation), len(self.contexts.related(mutation))
+        key, related = version(mutation), len(self.related(mutation))
         result = Result(
             *(key, folder, function, mutation.operator, mutation.line, before, after, status, by, ran, related),
             round(seconds, 2),
         )
         self.results[key] = result
+        if status == "killed":
+            self.prove(by)
         return result
 
     def save(self) -> None:
@@ -135,6 +160,22 @@ class Run:
         text = json.dumps([asdict(result) for result in (self.kept | self.results).values()], indent=1)
         self.store.parent.mkdir(parents=True, exist_ok=True)
         self.store.write_text(text)
+        self.controls_at.write_text(json.dumps(self.controls, indent=1))
+
+    def passes(self, test: str) -> bool | None:
+        """Whether a test passes without a change; None where nobody knows."""
+        known = self.controls.get(test)
+        if known and known[0] == self.digest(test.split("::")[0]):
+            return known[1]
+        return True if test in self.contexts.passed else None
+
+    def prove(self, test: str) -> None:
+        waiting = self.unproven.setdefault(test.split("::")[0], [])
+        if test in self.contexts.seconds and self.passes(test) is None and test not in waiting:
+            waiting.append(test)
+
+    def related(self, mutation: Mutation) -> list[str]:
+        return [test for test in self.contexts.related(mutation) if self.passes(test) is not False]
 
     def choose(self, tests: list[str], seconds: float, most_files: int) -> list[str]:
         """The first of these tests that fit: in seconds, collection of their files included, and in files."""
@@ -159,7 +200,7 @@ class Run:
     def make(self, tree: pathlib.Path) -> forks.Job | None:
         while self.queue:
             folder, mutation, skip = self.queue.popleft()
-            related = self.contexts.related(mutation)
+            related = self.related(mutation)
             if not related:
                 self.keep(folder, mutation, "uncovered", "", 0, 0.0)
                 continue
@@ -180,7 +221,7 @@ class Run:
         folder, mutation, skip, tests = self.running.pop(str(outcome.job.tree))
         Tree.at(outcome.job.tree).restore(pathlib.Path(mutation.path))
         ran = skip + len(outcome.of("ran"))
-        if outcome.status in PASSED and not skip and len(self.contexts.related(mutation)) > len(tests):
+        if outcome.status in PASSED and not skip and len(self.related(mutation)) > len(tests):
             # Of a test that is recorded and is no more none runs.
             self.queue.append((folder, mutation, max(ran, 1)))
             return None
@@ -200,13 +241,23 @@ class Run:
         return self.keep(folder, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
 
     def run(self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None], until: float) -> None:
-        """Run what is queued, and the control; from `until` on, a time of `time.monotonic`, neither goes on.
-
-        The control has the last eighth of the time that is left now.
-        """
+        """Run the controls and what is queued. `until` is a time of `time.monotonic`: no change begins in the last
+        eighth of what is left now, so that the controls of those before it end."""
         total = len(self.results) + len(self.queue)
         end = until - (until - time.monotonic()) / 8 if until < math.inf else until
-        for number, outcome in enumerate(forks.run(slots, scratch, self.make, end)):
+        proving: dict[str, list[str]] = {}
+
+        def make(tree: pathlib.Path) -> forks.Job | None:
+            if tests := next(filter(None, (self.unproven.pop(file) for file in list(self.unproven))), None):
+                proving[str(tree)] = tests
+                file = tests[0].split("::")[0]
+                return forks.Job(file, tree, [file], tests, 300, keep_going=True)
+            return self.make(tree) if time.monotonic() < end else None
+
+        for number, outcome in enumerate(forks.run(slots, scratch, make, until)):
+            if tests := proving.pop(str(outcome.job.tree), None):
+                self.control(outcome, tests, say)
+                continue
             result = self.done(outcome)
             if result is not None:
                 say(f"{len(self.results)}/{total} {result.status} {result.operator} {result.function}:{result.line}")
@@ -216,38 +267,26 @@ class Run:
                 self.save()
         for tree, (_, mutation, _, _) in self.running.items():
             Tree.at(pathlib.Path(tree)).restore(pathlib.Path(mutation.path))
+        for key, result in self.results.items():
+            if result.status == "killed" and result.by in self.contexts.seconds and self.passes(result.by) is None:
+                self.results[key] = replace(result, status="unsure")
         if len(self.results) < total:
             say(f"out of time: {total - len(self.results)} of {total} changes have no result")
         self.save()
-        self.control(slots, scratch, say, until)
-        self.save()
 
-    def control(
-        self, slots: list[pathlib.Path], scratch: pathlib.Path, say: Callable[[str], None], until: float
-    ) -> None:
-        """Run every test that killed once more, without mutations: what fails now proves nothing."""
-        killers = {r.by for r in self.results.values() if r.status == "killed" and r.by in self.contexts.seconds}
-        by_file: dict[str, list[str]] = {}
-        for test in sorted(killers):
-            by_file.setdefault(test.split("::")[0], []).append(test)
-        left = iter(sorted(by_file))
-
-        def make(tree: pathlib.Path) -> forks.Job | None:
-            name = next(left, None)
-            return forks.Job(name, tree, [name], by_file[name], 300, keep_going=True) if name else None
-
-        checked = 0
-        for outcome in forks.run(slots, scratch, make, until):
-            checked += 1
-            bad = {event["test"] for event in outcome.of("failed")}
-            if outcome.status not in (0, 1, 5):
-                bad = set(by_file[outcome.job.name])
-            # Recorded, or kept from an earlier run, while other files gave their parameters other names.
-            gone = set(by_file[outcome.job.name]) - bad - {event["test"] for event in outcome.of("ran")}
-            for key, result in self.results.items():
-                if result.status == "killed" and result.by in bad | gone:
-                    why = "is no more" if result.by in gone else "fails without a mutation as well"
-                    say(f"unsure: {result.by} {why}")
-                    self.results[key] = replace(result, status="unsure")
-        if checked < len(by_file):
-            say(f"out of time: the tests of {len(by_file) - checked} of {len(by_file)} files were not run once more")
+    def control(self, outcome: forks.Outcome, tests: list[str], say: Callable[[str], None]) -> None:
+        """Note which of these tests pass without a change. What others killed is queued anew, for other tests."""
+        file = outcome.job.files[0]
+        ran, bad = ({str(event["test"]) for event in outcome.of(kind)} for kind in ("ran", "failed"))
+        crashed = outcome.status not in (*FAILED, *PASSED)
+        left = [test for test in tests if test not in ran]
+        for test in left[1:] if crashed else ():
+            self.unproven.setdefault(file, []).append(test)
+        for test in [test for test in tests if test in ran] + (left[:1] if crashed else left):
+            self.controls[test] = [self.digest(file), test in ran and test not in bad]
+            if not self.controls[test][1]:
+                say(f"no proof: {test} {'fails without a change' if test in bad or crashed else 'is no more'}")
+                for key in [key for key, result in self.results.items() if result.by == test]:
+                    del self.results[key]
+                    self.kept.pop(key, None)
+                    self.queue.append((*self.drawn[key], 0))
