@@ -140,6 +140,8 @@ class Run:
                 self.keep(folder, mutation, "equivalent", "", 0, 0.0)
             else:
                 self.queue.append((folder, mutation, 0))
+        # What no test killed before takes longest: it comes last.
+        self.queue = collections.deque(sorted(self.queue, key=lambda one: version(one[1]) in kept))
         self.running: dict[str, tuple[str, Mutation, int, list[str]]] = {}
 
     def keep(self, folder: str, mutation: Mutation, status: str, by: str, ran: int, seconds: float) -> Result:
