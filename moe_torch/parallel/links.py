@@ -86,7 +86,7 @@ def measure(setting: Setting) -> Found | None:
         spawn: Any = torch.multiprocessing
         try:
             spawn.start_processes(_serve, (setting, ranks, folder), ranks, start_method="spawn")
-        except spawn.ProcessException as error:
+        except (spawn.ProcessRaisedException, spawn.ProcessExitedException) as error:
             raise RuntimeError(f"a rank failed: {error}") from error
         results = torch.load(Path(folder) / "found", weights_only=False)
     return results

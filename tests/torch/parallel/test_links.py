@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -193,6 +194,12 @@ def test_what_is_not_installed_or_fails(monkeypatch: pytest.MonkeyPatch, capsys:
         patched.setattr(command.importlib.util, "find_spec", lambda name: None)
         assert tune.main(given) == 2
         assert "torch is not installed" in capsys.readouterr().err
+    spawn: Any = torch.multiprocessing
+    for error in (spawn.ProcessRaisedException("died", 1, 2), spawn.ProcessExitedException("died", 1, 2, 3)):
+        with monkeypatch.context() as patched:
+            patched.setattr(spawn, "start_processes", mock.Mock(side_effect=error))
+            assert tune.main(given) == 2
+            assert "a rank failed: died" in capsys.readouterr().err
 
     def fail(setting: Any) -> None:
         raise RuntimeError("a rank died")
