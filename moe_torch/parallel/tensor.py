@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.route import ExchangeCall
 
 
-class Brought(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Brought:
     """Inputs of an exchange: x `[T, D]`; wide `[T, D]`, which gets its gradient, or None; ids int32 and weights fp32
     `[T, K]`; token_mask bool `[T]` and adapter_ids int32 `[T]`, or None."""
 

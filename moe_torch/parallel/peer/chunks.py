@@ -60,7 +60,7 @@ class PeerPlanner(Planner):
     rows that travel, have schedules of their own."""
 
     def __init__(self, call: ExchangeCall, *routing: Any) -> None:
-        self.call, self._x = call, None
+        self.call, self._like = call, None
         *self._routing, self._returns = routing
 
     def _way(self) -> _Way:
@@ -68,22 +68,27 @@ class PeerPlanner(Planner):
         return (_direct if direct else _counted)(self.call, *self._routing)
 
     def start(self, values: torch.Tensor | None = None) -> Callable[[], Any]:
-        way, self._x = self._way(), None if self.call.steps is None else values
+        way = self._way()
+        if self.call.steps is not None and values is not None:
+            # Gathered rows are not kept.
+            self._like = values.shape, values.stride(), {"dtype": values.dtype, "device": values.device}
         routes = way.make(*way.arrays)
         if way.counts is not None:
             routes.tokens_per_expert, routes.invalid_ids = way.counts
         return lambda: routes
 
     def ended(self, routes: PeerRoutes, dtype: torch.dtype) -> None:
-        if self._x is not None:
-            again.remember(self.call, self._x, routes, dtype)
+        if self._like is not None:
+            shape, strides, layout = self._like
+            again.remember(self.call, torch.empty_strided(shape, strides, **layout), routes, dtype)
 
     def schedule(self, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results | None:
         """shared: called while rows travel, if possible. dtype: of the output."""
-        known, spec, x = again.run_again(self.call, brought, owner), self.call.plan.spec, brought.x
+        known, spec = again.run_again(self.call, brought, owner), self.call.plan.spec
         if known is not None or (spec.chunks == 1 and shared is None):
             return known
-        way, size = self._way(), -(-len(x) // spec.chunks)
+        way, x = self._way(), brought.x
+        size = -(-len(x) // spec.chunks)
         bounds = [min(number * size, len(x)) for number in range(spec.chunks + 1)]
         chunks = _cut((x, brought.wide, *way.arrays), bounds)
         if len(chunks) > 1 or shared is None or (x.is_cuda and not torch.is_grad_enabled()):
