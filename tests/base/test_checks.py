@@ -83,26 +83,9 @@ def test_tiles_are_powers_of_two_that_hold_what_there_is() -> None:
 
 def test_the_engine_of_a_cpu_follows_the_block_and_else_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     values = (
-        None,
-        "",
-        "0",
-        "1",
-        " 1",
-        "01",
-        "2",
-        "true",
-        "True",
-        "TRUE",
-        "t",
-        "yes",
-        "Yes",
-        "on",
-        "oN",
-        "y",
-        "Y",
-        "off",
+        None, "", "0", "1", " 1", "01", "2", "true", "True", "TRUE", "t", "yes", "Yes", "on", "oN", "y", "Y", "off",
         "no",
-    )
+    )  # fmt: skip
     for value in values:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         if value is not None:

@@ -236,46 +236,19 @@ def test_bytes_of_255_are_bad_exponents(tmp_path):
         (GPTQ, gptq, {".g_idx": np.zeros(3, np.int32)}, r"g_idx .* must be I32 \[128\], got I32 \[3\]"),
         (NVFP4, nvfp4, {".weight_scale": np.ones((F, 8), np.float32)}, "weight_scale .* must be F8_E4M3 by config"),
         ({"quant_method": "hqq"}, hqq, {".nbits": np.array(3, np.int32)}, "stored as hqq, got .*: 3 bits along axis 1"),
-        (
-            {"quant_method": "hqq"},
-            hqq,
-            {".scale": np.ones((7, 1), np.float16)},
-            "stored as hqq, got tensors that disag",
-        ),
-        (
-            {"quant_method": "hqq"},
-            hqq,
-            {".zero": np.array(1, np.float16)},
-            r"hqq, got .*: zero \(1,\) and scale",
-        ),
-        (
-            BITSANDBYTES,
-            bitsandbytes,
-            {".weight.absmax": np.ones(3, np.float32)},
-            "3 scales of blocks of 64 for",
-        ),
-        (
-            compressed("pack-quantized"),
-            int4,
-            {".weight_shape": np.array([D, F])},
-            r"weight_shape .* be \[64, 128\]",
-        ),
+        ({"quant_method": "hqq"}, hqq, {".scale": np.ones((7, 1), np.float16)},
+            "stored as hqq, got tensors that disag"),
+        ({"quant_method": "hqq"}, hqq, {".zero": np.array(1, np.float16)}, r"hqq, got .*: zero \(1,\) and scale"),
+        (BITSANDBYTES, bitsandbytes, {".weight.absmax": np.ones(3, np.float32)}, "3 scales of blocks of 64 for"),
+        (compressed("pack-quantized"), int4, {".weight_shape": np.array([D, F])}, r"weight_shape .* be \[64, 128\]"),
         (TORCHAO, lambda *sizes: torchao(*sizes, "Int8Tensor"), {}, "must belong to an Int4Tensor, .* got None"),
         (STATIC, static_fp8, {".input_scale": None}, "must hold the tensor .*gate_proj.input_scale"),
-        (
-            STATIC,
-            static_fp8,
-            {".input_scale": np.zeros(1, np.float32)},
-            "input_scale .* must be a finite scale above 0",
-        ),
-        (
-            STATIC,
-            static_fp8,
-            {".input_scale": np.ones(2, np.float32)},
-            r"input_scale .* must be one number, got F32 \[2\]",
-        ),
+        (STATIC, static_fp8, {".input_scale": np.zeros(1, np.float32)},
+            "input_scale .* must be a finite scale above 0"),
+        (STATIC, static_fp8, {".input_scale": np.ones(2, np.float32)},
+            r"input_scale .* must be one number, got F32 \[2\]"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_disagree(tmp_path, settings, matrix, change, message):
     def broken(rng: Any, rows: int, columns: int) -> dict[str, np.ndarray]:
         made = matrix(rng, rows, columns) | (change if rows == F else {})

@@ -87,17 +87,13 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep settings": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "readable JSON file, got"),
     "65 levels": (lambda path: (path / "config.json").write_text("[" * 65 + "]" * 65), "more than 64 levels"),
     "large settings": (lambda path: sparse(path / "config.json", 10**12), "at most 4194304 bytes, got 10000000"),
-    "settings of lists": (
-        lambda path: (path / "config.json").write_text("[" + "[]," * (2**22 // 3 - 2) + "1]"),
-        "must hold a JSON object, got a list",
-    ),
+    "settings of lists": (lambda path: (path / "config.json").write_text("[" + "[]," * (2**22 // 3 - 2) + "1]"),
+        "must hold a JSON object, got a list"),
     "no Unicode": (lambda path: settings(path, model_type="\ud800"), "surrogates not allowed"),
     "no UTF-8": (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "can't decode byte 0xff"),
     "settings from a pipe": (lambda path: replaced(path, "config.json", os.mkfifo), "a directory, pipe or device"),
-    "settings from a device": (
-        lambda path: replaced(path, "config.json", lambda file: file.symlink_to("/dev/zero")),
-        "must lie in the checkpoint's directory",
-    ),
+    "settings from a device": (lambda path: replaced(path, "config.json", lambda file: file.symlink_to("/dev/zero")),
+        "must lie in the checkpoint's directory"),
     "a settings directory": (lambda path: replaced(path, "config.json", Path.mkdir), "a directory, pipe or device"),
     "an index above": (lambda path: in_index(path, "../other/model.safetensors"), "must name files in the directory"),
     "an absolute shard": (lambda path: in_index(path, "/etc/passwd"), "must name files in the directory"),
@@ -114,30 +110,22 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "must map ASCII names",
     ),
     "the longest index": (lambda path: (path / INDEX).write_text(longest_index()), "must hold the router of layer 1"),
-    "a shard elsewhere": (
-        lambda path: replaced(path, SHARD, lambda file: file.symlink_to("/etc/passwd")),
-        "got a link to /etc/passwd",
-    ),
+    "a shard elsewhere": (lambda path: replaced(path, SHARD, lambda file: file.symlink_to("/etc/passwd")),
+        "got a link to /etc/passwd"),
     "a link to itself": (lambda path: replaced(path, SHARD, lambda file: file.symlink_to(file)), "readable file, got"),
     "a pipe": (lambda path: replaced(path, SHARD, os.mkfifo), "a directory, pipe or device"),
     "a shard of zeros": (lambda path: sparse(path / SHARD, 0), "a header of 0 bytes in a file of 0"),
-    "a large header": (
-        lambda path: (path / SHARD).write_bytes((2**63).to_bytes(8, "little")),
-        "a header of 9223372036854775808 bytes",
-    ),
+    "a large header": (lambda path: (path / SHARD).write_bytes((2**63).to_bytes(8, "little")),
+        "a header of 9223372036854775808 bytes"),
     "a header of its file's size": (
         lambda path: [(path / SHARD).write_bytes((2**40 - 8).to_bytes(8, "little")), sparse(path / SHARD, 2**40)],
         "where 16777216 are the most",
     ),
     "the most tensors": (many_tensors, "must hold the tensor"),
-    "too many tensors": (
-        lambda path: (path / SHARD).write_bytes((2**20).to_bytes(8, "little") + b'"":{},' * 2**18),
-        "the header of 80000 tensors at most",
-    ),
-    "a deep header": (
-        lambda path: (path / SHARD).write_bytes((300_000).to_bytes(8, "little") + b'{"a":' * 60_000),
-        "readable safetensors file, got",
-    ),
+    "too many tensors": (lambda path: (path / SHARD).write_bytes((2**20).to_bytes(8, "little") + b'"":{},' * 2**18),
+        "the header of 80000 tensors at most"),
+    "a deep header": (lambda path: (path / SHARD).write_bytes((300_000).to_bytes(8, "little") + b'{"a":' * 60_000),
+        "readable safetensors file, got"),
     "a name twice": (repeated_name, "readable safetensors file, got"),
     "overlapping tensors": (
         lambda path: header_of(path, lambda header: first(header).update(data_offsets=[8, 8 + 2 * E * 24])),
@@ -147,15 +135,11 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: header_of(path, lambda header: first(header).update(data_offsets=[2**64 - 8, 2**64 - 1])),
         "readable safetensors file, got",
     ),
-    "a shape that wraps": (
-        lambda path: header_of(path, lambda header: first(header).update(shape=[2**32, 2**32])),
-        "readable safetensors file, got",
-    ),
-    "negative offsets": (
-        lambda path: header_of(path, lambda header: first(header).update(data_offsets=[-8, 8])),
-        "readable safetensors file, got",
-    ),
-}
+    "a shape that wraps": (lambda path: header_of(path, lambda header: first(header).update(shape=[2**32, 2**32])),
+        "readable safetensors file, got"),
+    "negative offsets": (lambda path: header_of(path, lambda header: first(header).update(data_offsets=[-8, 8])),
+        "readable safetensors file, got"),
+}  # fmt: skip
 
 #: Reads one checkpoint after the other; prints how many seconds each computed, and how many MB more it took.
 MEASURE = """

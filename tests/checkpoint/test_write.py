@@ -281,13 +281,9 @@ def test_transformers_loads_what_we_write_and_gives_the_same_logits(tmp_path, fa
     read = open_checkpoint(tmp_path / "read")
     # Through MaxText's layouts and back, so that every permutation has been made.
     written = save_checkpoint(
-        tmp_path / "written",
-        model.config,
-        weights_of(read, MAXTEXT),
-        storage=storage,
-        other_tensors=other_tensors(read),
-        shard_bytes=20_000,
-    )
+        tmp_path / "written", model.config, weights_of(read, MAXTEXT), storage=storage,
+        other_tensors=other_tensors(read), shard_bytes=20_000,
+    )  # fmt: skip
     # The logits differ in the last bits with the alignment of the memory that weights were loaded to.
     back = assert_same_state(model, written.path)
     with torch.no_grad():

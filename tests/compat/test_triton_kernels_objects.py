@@ -56,12 +56,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     flex = ("dtype", "expected_scale", "actual_scale", "checksum_scale")
     contents = {
-        "routing": [
-            made("RoutingData", "gate_scal", "expt_hist", "n_expts_tot", "n_expts_act", "expt_data"),
+        "routing": [made("RoutingData", "gate_scal", "expt_hist", "n_expts_tot", "n_expts_act", "expt_data"),
             made("ExptData", "hist", "token_offs_raw", "token_offs_pad", "block_pid_map"),
-            made("GatherIndx", "src_indx", "dst_indx"),
-            made("ScatterIndx", "src_indx", "dst_indx"),
-        ],
+            made("GatherIndx", "src_indx", "dst_indx"), made("ScatterIndx", "src_indx", "dst_indx")],
         "matmul_ogs": [
             made("FnSpecs", "name", "fn", "fn_arg_names", "fn_arg_do_not_specialize"),
             made("FusedActivation", "specs", "fn_args", "reduction_n"),
@@ -69,14 +66,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
             made("PrecisionConfig", "allow_tf32", "flex_ctx", "weight_scale", "out_dtype", "acc_scale"),
         ],
         "numerics": [made("InFlexData", "dtype", "scale"), made("OutFlexData", *flex)],
-        "tensor": [
-            made("Storage", "data", "layout"),
-            made("Tensor", "storage", "dtype", "shape", "shape_max"),
-            made("FloatType", "bitwidth_exponent", "bitwidth_mantissa", "is_signed"),
-            Bitmatrix,
-        ],
+        "tensor": [made("Storage", "data", "layout"), made("Tensor", "storage", "dtype", "shape", "shape_max"),
+            made("FloatType", "bitwidth_exponent", "bitwidth_mantissa", "is_signed"), Bitmatrix],
         "swiglu": [],
-    }
+    }  # fmt: skip
     package = types.ModuleType("stand_in")
     for name, classes in contents.items():
         module = types.ModuleType(f"stand_in.{name}")

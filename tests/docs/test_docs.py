@@ -250,13 +250,9 @@ def test_the_page_on_parity_shows_what_the_tool_prints() -> None:
     command, sample = next(fence[2] for fence in FENCE.finditer(page) if fence[1] == "text").split("\n", 1)
     assert command.startswith("$ moe-parity ")
     done = subprocess.run(
-        [sys.executable, "-m", "moe_core.parity", *command.split()[2:]],
-        cwd=ROOT,
-        env=a_users_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [sys.executable, "-m", "moe_core.parity", *command.split()[2:]], cwd=ROOT, env=a_users_environment(),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     shown = STAGE_ROW.findall(sample)
     assert shown and "  ... the same rows" in sample

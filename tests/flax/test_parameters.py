@@ -36,16 +36,9 @@ from tests.support.flax import draw_weights, linen_layer, nnx_layer, preset
 
 D, F, E, S = 32, 24, 4, 40
 EVERYTHING = MoELayerSpec(
-    D,
-    F,
-    E,
-    2,
-    router=RouterSpec(scoring="sigmoid"),
-    experts=ExpertsSpec(bias=True),
-    shared_experts=SharedExpertsSpec(S, gate=True),
-    router_bias=True,
-    correction_bias=True,
-)
+    D, F, E, 2, router=RouterSpec(scoring="sigmoid"), experts=ExpertsSpec(bias=True),
+    shared_experts=SharedExpertsSpec(S, gate=True), router_bias=True, correction_bias=True,
+)  # fmt: skip
 #: path -> (shape, logical axes), as MaxText 0.2.5 has them.
 PARAMETERS = {
     "gate/kernel": ((D, E), ("embed_router", None)),

@@ -186,15 +186,10 @@ def test_odd_outputs_leave_half_a_byte_of_zero_points():
 @pytest.mark.parametrize(
     ("format", "rows", "expected"),
     [
-        (FP8_BLOCK, 256, True),
-        (FP8_BLOCK, 100, False),
-        (FP8_TENSOR, 128, False),
-        (FP8_CHANNEL, 3, True),
-        (int4_grouped(32, True), 3, False),
-        (int4_grouped(32), 3, True),
-        (int8_grouped(32, True), 3, True),
+        (FP8_BLOCK, 256, True), (FP8_BLOCK, 100, False), (FP8_TENSOR, 128, False), (FP8_CHANNEL, 3, True),
+        (int4_grouped(32, True), 3, False), (int4_grouped(32), 3, True), (int8_grouped(32, True), 3, True),
     ],
-)
+)  # fmt: skip
 def test_where_two_tensors_can_be_one(format, rows, expected):
     assert format.splits_rows(rows) is expected
 

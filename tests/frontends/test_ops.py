@@ -57,14 +57,9 @@ def check_moe(frontend: Frontend, layer: Layer, source: str = "x", **options: An
     result = frontend.call(moe, arguments, keywords)
     stages = moe_stages(*layer, **options)
     tolerances = stage_tolerances(
-        layer.spec,
-        layer.x.dtype.name,
-        d_model=D_MODEL,
-        d_ff=D_FF,
-        top_k=stages["ids"].shape[1],
-        num_experts=layer.experts.down.shape[0],
-        routed_from=source,
-    )
+        layer.spec, layer.x.dtype.name, d_model=D_MODEL, d_ff=D_FF, top_k=stages["ids"].shape[1],
+        num_experts=layer.experts.down.shape[0], routed_from=source,
+    )  # fmt: skip
     found = frontend.numpy(result)
     names = ("ids", "weights", "output", "tokens_per_expert", "invalid_ids")
     for name in names if source == "ids" else (*names, "logits"):

@@ -40,13 +40,9 @@ STATIC = (int, str, Activation, MatmulSpec, MoESpec, RouterSpec, moe_jax.LogitsS
 
 def layout_of(row_of_slot: Any, sizes: Any = None, spec: LayoutSpec = LAYOUT) -> RaggedLayout:
     return RaggedLayout(
-        spec,
-        integers(E) if sizes is None else sizes,
-        integers(E + 1),
-        integers(LAYOUT.capacity),
-        row_of_slot,
+        spec, integers(E) if sizes is None else sizes, integers(E + 1), integers(LAYOUT.capacity), row_of_slot,
         integers(1),
-    )
+    )  # fmt: skip
 
 
 #: What no planner sees, or sees of arrays alone.

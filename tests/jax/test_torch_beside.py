@@ -60,13 +60,9 @@ def test_flax_layers_do_not_import_torch() -> None:
 
 @pytest.mark.parametrize(
     "imports",
-    [
-        "import torch\nimport moe_jax",
-        "import moe_jax\nassert importlib.util.find_spec('torch')\nimport torch",
-        "import moe_jax\nimport torch.nn\nimport torch",
-        "import tvm_ffi\nimport moe_jax, torch",
-    ],
+    ["import torch\nimport moe_jax", "import moe_jax\nassert importlib.util.find_spec('torch')\nimport torch",
+        "import moe_jax\nimport torch.nn\nimport torch", "import tvm_ffi\nimport moe_jax, torch"],
     ids=["torch first", "torch later", "a part of torch later", "tvm_ffi first"],
-)
+)  # fmt: skip
 def test_tvm_ffi_takes_torch_in_any_order(imports: str) -> None:
     run(BESIDE.format(imports=imports))

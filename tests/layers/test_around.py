@@ -108,12 +108,9 @@ def test_what_layers_do_with_them(name: str) -> None:
     assert layer.to(torch.bfloat16)(torch.from_numpy(x).bfloat16()).dtype == torch.bfloat16
     text = layer.explain(5, training=True)
     wanted = {
-        "mixer": "routing_backward",
-        "sum": "rms_norm_backward",
-        "scale": "moe_backward",
-        "experts": "reduce",
+        "mixer": "routing_backward", "sum": "rms_norm_backward", "scale": "moe_backward", "experts": "reduce",
         "latent": "matmul_ogs_backward",
-    }
+    }  # fmt: skip
     assert f"{wanted.get(name, 'rms_norm')} on " in text
     calls = []
     if spec.output is not None:

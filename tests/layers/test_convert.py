@@ -176,10 +176,8 @@ def _replace_router(weights: LayerWeights, **changes: Any) -> LayerWeights:
 
 
 FAULTS: dict[str, tuple[Callable[[LayerWeights], LayerWeights], str]] = {
-    "router not an array": (
-        lambda w: _replace_router(w, weight=w.router.weight.tolist()),
-        "router.weight must be a NumPy array, got list",
-    ),
+    "router not an array": (lambda w: _replace_router(w, weight=w.router.weight.tolist()),
+        "router.weight must be a NumPy array, got list"),
     "no router weight": (lambda w: _replace_router(w, weight=None), "router.weight must be an array, got None"),
     "no down": (lambda w: _replace_experts(w, down=None), "experts.down must be an array, got None"),
     "stack": (lambda w: _replace_experts(w, layer_index=np.zeros(1, np.int32)), "experts.layer_index must be None"),
@@ -188,40 +186,24 @@ FAULTS: dict[str, tuple[Callable[[LayerWeights], LayerWeights], str]] = {
         lambda w: _replace_experts(w, gate_up=w.experts.gate_up[:, :-2]),
         r"experts.gate_up must be \[8, 64, 48\] \(experts, d_ff, d_model\) by the layouts of spec .* got \(8, 62, 48\)",
     ),
-    "wrong tag": (
-        lambda w: dataclasses.replace(w, spec=dataclasses.replace(w.spec, weight_layout="in_out")),
-        "experts.gate_up must be .* by the layouts of spec",
-    ),
-    "one bias lost": (
-        lambda w: _replace_experts(w, gate_up_bias=None),
-        "weights must hold .* got one that lacks experts.gate_up_bias",
-    ),
-    "a bias too many": (
-        lambda w: _replace_experts(w, down_bias=None),
-        "got one that has experts.gate_up_bias, which this layer does not",
-    ),
-    "up of fused gates": (
-        lambda w: _replace_experts(w, up=w.experts.gate_up),
-        "got one that has experts.up, which this layer does not",
-    ),
-    "integers": (
-        lambda w: _replace_experts(w, down=w.experts.down.astype(np.int32)),
-        "experts.down's dtype must be one of bfloat16, float16, float32, got 'int32'",
-    ),
-    "mixed dtypes": (
-        lambda w: _replace_experts(w, gate_up=w.experts.gate_up.astype(np.float16)),
-        "experts.gate_up must be float32, got float16; cast it to float32",
-    ),
-    "correction bias": (
-        lambda w: _replace_router(w, correction_bias=w.router.correction_bias.astype(np.float16)),
-        "router.correction_bias must be float32, got float16",
-    ),
-    "no routing rule": (
-        lambda w: dataclasses.replace(w, spec=dataclasses.replace(w.spec, router=None)),
-        "spec.router must be a RouterSpec, got None",
-    ),
+    "wrong tag": (lambda w: dataclasses.replace(w, spec=dataclasses.replace(w.spec, weight_layout="in_out")),
+        "experts.gate_up must be .* by the layouts of spec"),
+    "one bias lost": (lambda w: _replace_experts(w, gate_up_bias=None),
+        "weights must hold .* got one that lacks experts.gate_up_bias"),
+    "a bias too many": (lambda w: _replace_experts(w, down_bias=None),
+        "got one that has experts.gate_up_bias, which this layer does not"),
+    "up of fused gates": (lambda w: _replace_experts(w, up=w.experts.gate_up),
+        "got one that has experts.up, which this layer does not"),
+    "integers": (lambda w: _replace_experts(w, down=w.experts.down.astype(np.int32)),
+        "experts.down's dtype must be one of bfloat16, float16, float32, got 'int32'"),
+    "mixed dtypes": (lambda w: _replace_experts(w, gate_up=w.experts.gate_up.astype(np.float16)),
+        "experts.gate_up must be float32, got float16; cast it to float32"),
+    "correction bias": (lambda w: _replace_router(w, correction_bias=w.router.correction_bias.astype(np.float16)),
+        "router.correction_bias must be float32, got float16"),
+    "no routing rule": (lambda w: dataclasses.replace(w, spec=dataclasses.replace(w.spec, router=None)),
+        "spec.router must be a RouterSpec, got None"),
     "no spec": (lambda w: dataclasses.replace(w, spec=EVERYTHING), "spec must be a MoESpec, got MoELayerSpec"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -310,10 +310,8 @@ def refusals(device: Any) -> dict[str, tuple[Any, str]]:
     scale = torch.ones(E)
     grad = x.clone().requires_grad_()
     return {
-        "formats": (
-            lambda: FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.BatchedTritonExperts(4)),
-            "Standard of MoEPrepareAndFinalizeNoEP and BatchedExperts of BatchedTritonExperts",
-        ),
+        "formats": (lambda: FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), modular.BatchedTritonExperts(4)),
+            "Standard of MoEPrepareAndFinalizeNoEP and BatchedExperts of BatchedTritonExperts"),
         "chunk_size": (lambda: kernel_of(modular.TritonExperts, chunk_size=20), "multiple of 16, got 20"),
         "no chunks": (lambda: kernel_of(modular.BatchedTritonExperts, chunk_size=16), "supports no chunking"),
         "scale": (lambda: kernel(x, w1, w2, weights, ids, w1_scale=scale), "w1_scale must not be given without"),
@@ -325,22 +323,16 @@ def refusals(device: Any) -> dict[str, tuple[Any, str]]:
         "dtype": (lambda: kernel(x.half(), w1, w2, weights, ids), "the dtype of w1, torch.float32"),
         "experts": (lambda: kernel(x, w1, w2, weights, ids, global_num_experts=9), "pass expert_map"),
         "name": (lambda: kernel(x, w1, w2, weights, ids, activation="tanh"), "activation must be one of"),
-        "on input": (
-            lambda: kernel(x, w1, w2, weights, ids, apply_router_weight_on_input=True),
-            "topk must be 1 with apply_router_weight_on_input, got 2",
-        ),
+        "on input": (lambda: kernel(x, w1, w2, weights, ids, apply_router_weight_on_input=True),
+            "topk must be 1 with apply_router_weight_on_input, got 2"),
         "strides": (lambda: kernel(x.t().contiguous().t(), w1, w2, weights, ids, inplace=True), "must be contiguous"),
         "gradient": (lambda: kernel(grad, w1, w2, weights, ids, inplace=True), "a backward would read"),
-        "placed rows": (
-            lambda: batched.prepare_finalize.prepare(x[:3], None, None, weights, ids, E, None, False),
-            "a row for each of the 3 tokens of a1",
-        ),
+        "placed rows": (lambda: batched.prepare_finalize.prepare(x[:3], None, None, weights, ids, E, None, False),
+            "a row for each of the 3 tokens of a1"),
         "too many": (lambda: batched(torch.cat([x, x]), w1, w2, torch.cat([weights] * 2), torch.cat([ids] * 2)), "40"),
-        "delegate": (
-            lambda: modular.TopKWeightAndReduceDelegate().apply(None, x, weights, ids, False),
-            "leaves the choice to prepare_finalize",
-        ),
-    }
+        "delegate": (lambda: modular.TopKWeightAndReduceDelegate().apply(None, x, weights, ids, False),
+            "leaves the choice to prepare_finalize"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", refusals("cpu"))

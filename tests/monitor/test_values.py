@@ -16,13 +16,10 @@ from moe_core.monitor import LayerWindow, load_entropy, load_imbalance, model_va
 @pytest.mark.parametrize(
     ("counts", "entropy", "imbalance"),
     [
-        ([5, 5, 5, 5], 1.0, 1.0),
-        ([0, 12, 0, 0], 0.0, 4.0),
-        ([3, 3, 0, 0], 0.5, 2.0),
-        ([0, 0], 0.0, 0.0),
+        ([5, 5, 5, 5], 1.0, 1.0), ([0, 12, 0, 0], 0.0, 4.0), ([3, 3, 0, 0], 0.5, 2.0), ([0, 0], 0.0, 0.0),
         ([7], 0.0, 1.0),
     ],
-)
+)  # fmt: skip
 def test_load(counts: list[int], entropy: float, imbalance: float) -> None:
     array = np.array(counts)
     assert load_entropy(array) == pytest.approx(entropy) and load_imbalance(array) == imbalance

@@ -56,17 +56,13 @@ def test_outputs_open_before_the_work(
     ("name", "worker", "arguments"),
     [
         ("moe-parity", "moe_core.parity.cli._listing", ["--list"]),
-        (
-            "moebius-convert",
-            "moe_core.tools.convert_cli.convert_checkpoint",
-            ["a", "b", "--format", "int8_channel"],
-        ),
+        ("moebius-convert", "moe_core.tools.convert_cli.convert_checkpoint", ["a", "b", "--format", "int8_channel"]),
         ("moebius-doctor", "moe_core.tools.doctor.cli.diagnose", []),
         ("moebius-view", "moe_core.view.cli.view_page", ["trace"]),
         ("moebius-choose", "moe_core.tools.choose.cli.choose_parallelism", ["olmoe-7b"]),
         ("moebius-tune", "moe_core.tools.tune.cli._products", ["--preset", "mixtral-8x7b"]),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("broken"), InvalidInput("x must be y")], ids=repr)
 def test_only_differences_exit_with_1(
     name: str, worker: str, arguments: list[str], error: Exception,

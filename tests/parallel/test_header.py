@@ -41,27 +41,18 @@ def headers(*changes: dict[str, Any]) -> np.ndarray:
         ({"spec": ExchangeSpec("padded", "slots")}, "another options on rank 2: .* rows slots, .* rows tokens"),
         ({"spec": ExchangeSpec("padded", on_overflow="drop")}, "on rank 2: .* on_overflow drop, .* on_overflow error"),
         ({"spec": ExchangeSpec("padded", chunks=63)}, "another options on rank 2: .* chunks 63, .* chunks 1"),
-        (
-            {"spec": ExchangeSpec("padded", format=format_named("fp8_group"))},
-            "another options on rank 2: .* format, hosts, transport and experts 0x",
-        ),
-        (
-            {"experts": 5},
-            "another options on rank 2: .* transport and experts 0x5, .* transport and experts 0x0",
-        ),
+        ({"spec": ExchangeSpec("padded", format=format_named("fp8_group"))},
+            "another options on rank 2: .* format, hosts, transport and experts 0x"),
+        ({"experts": 5}, "another options on rank 2: .* transport and experts 0x5, .* transport and experts 0x0"),
         ({"spec": ExchangeSpec("padded", receive=9)}, "another receive on rank 2: .* receive 9, .* receive the worst"),
         ({"spec": ExchangeSpec()}, "another options and tokens on rank 2: rank 2 has mode all_to_all"),
-        (
-            {"placement": dataclasses.replace(LINEAR, version=3)},
-            "another version on rank 2: .* version 3, .*; .* version 0",
-        ),
+        ({"placement": dataclasses.replace(LINEAR, version=3)},
+            "another version on rank 2: .* version 3, .*; .* version 0"),
         ({"placement": Placement.round_robin(8, 4)}, "another placement on rank 2"),
-        (
-            {"tensor": TensorSplit(4, 3, "replicated")},
-            "another tensor on rank 2: .* tensor of 4 ranks, tokens replicated, rank 3 of .* tensor of 1 ranks",
-        ),
+        ({"tensor": TensorSplit(4, 3, "replicated")},
+            "another tensor on rank 2: .* tensor of 4 ranks, tokens replicated, rank 3 of .* tensor of 1 ranks"),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_disagree_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         compare_headers(headers({}, {}, change, {}))
@@ -72,22 +63,13 @@ def test_ranks_that_disagree_are_named(change: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            (2, 9),
-            "another layer on rank 1: rank 1 has layer 2, call 1 modulo 8, forward; rank 0 has layer 7, call 1",
-        ),
-        (
-            (7, 2),
-            "another number of calls on rank 1: .* call 2 modulo 8, forward; .* call 1 modulo 8, forward; make",
-        ),
-        (
-            (7, 1, True),
-            "another direction on rank 1: rank 1 has .* backward; rank 0 has .* forward; make and call",
-        ),
+        ((2, 9), "another layer on rank 1: rank 1 has layer 2, call 1 modulo 8, forward; rank 0 has layer 7, call 1"),
+        ((7, 2), "another number of calls on rank 1: .* call 2 modulo 8, forward; .* call 1 modulo 8, forward; make"),
+        ((7, 1, True), "another direction on rank 1: rank 1 has .* backward; rank 0 has .* forward; make and call"),
         ((0, 1), "another layer on rank 1: rank 1 has no layer, forward; rank 0 has layer 7"),
         ((LAYERS - 1, 1), f"another layer on rank 1: rank 1 has layer {LAYERS - 1}, "),
     ],
-)
+)  # fmt: skip
 def test_another_order_of_calls_is_named(call: tuple[Any, ...], message: str) -> None:
     (header,) = headers({})
     one = Header(*header).of_call(7, 1)

@@ -48,13 +48,9 @@ def test_tables_say_what_owners_say(placement: Placement) -> None:
 
 
 @given(
-    ranks=st.integers(1, 6),
-    spare=st.integers(0, 3),
-    experts=st.integers(1, 20),
-    nodes=st.integers(1, 3),
-    seed=st.integers(0, 99),
-    power=st.sampled_from((0, 1, 3)),
-)
+    ranks=st.integers(1, 6), spare=st.integers(0, 3), experts=st.integers(1, 20), nodes=st.integers(1, 3),
+    seed=st.integers(0, 99), power=st.sampled_from((0, 1, 3)),
+)  # fmt: skip
 def test_balanced_fills_every_place_it_may(
     ranks: int, spare: int, experts: int, nodes: int, seed: int, power: int
 ) -> None:
@@ -106,12 +102,9 @@ def test_balancedness_is_mean_over_maximum_of_ranks(placement: Placement, seed: 
 
 
 @given(
-    ranks=st.integers(1, 4),
-    nodes=st.integers(1, 2),
-    experts=st.integers(4, 12),
-    spare=st.integers(0, 2),
+    ranks=st.integers(1, 4), nodes=st.integers(1, 2), experts=st.integers(4, 12), spare=st.integers(0, 2),
     seed=st.integers(0, 99),
-)
+)  # fmt: skip
 def test_a_near_placement_has_the_same_shares_and_moves_little(
     ranks: int, nodes: int, experts: int, spare: int, seed: int
 ) -> None:

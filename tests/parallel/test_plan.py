@@ -282,18 +282,12 @@ def test_rows_of_a_plan_are_those_of_the_twin(
         ({"spec": "padded"}, InvalidInput, "spec must be an ExchangeSpec, got str"),
         ({"training": 1}, InvalidInput, "training must be True or False, got 1"),
         ({"tokens": 2**29}, Unsupported, r"rows of all ranks must stay below 2\*\*31"),
-        (
-            {"placement": Placement.balanced([1] * 8, 4, 3), "training": True},
-            Unsupported,
-            "training needs every expert at one place, got 8 experts on 4 ranks of 3, 4 replicas",
-        ),
-        (
-            {"spec": ExchangeSpec(format=format_named("fp8_group")), "training": True},
-            Unsupported,
-            "training moves rows as they are, got format=fp8_group",
-        ),
+        ({"placement": Placement.balanced([1] * 8, 4, 3), "training": True}, Unsupported,
+            "training needs every expert at one place, got 8 experts on 4 ranks of 3, 4 replicas"),
+        ({"spec": ExchangeSpec(format=format_named("fp8_group")), "training": True}, Unsupported,
+            "training moves rows as they are, got format=fp8_group"),
     ],
-)
+)  # fmt: skip
 def test_wrong_exchanges_are_refused(change: dict[str, Any], kind: type[Exception], message: str) -> None:
     plain = dict(tokens=5, top_k=2, d_model=16, dtype="float32", placement=LINEAR, spec=ExchangeSpec())
     with pytest.raises(kind, match=message):

@@ -33,16 +33,10 @@ def arrays(dtype: str) -> dict[str, np.ndarray]:
     """A layer with LoRA adapters on both products, by name; expert 3 has no rows."""
     random = np.random.default_rng(3)
     shapes = {
-        "x": (T, D),
-        "gate_up": (E, D, 2 * F),
-        "gate_up_bias": (E, 2 * F),
-        "gate_up_a": (E, D, RANK),
-        "gate_up_b": (E, RANK, 2 * F),
-        "down": (E, F, D),
-        "down_a": (E, F, RANK),
-        "down_b": (E, RANK, D),
+        "x": (T, D), "gate_up": (E, D, 2 * F), "gate_up_bias": (E, 2 * F), "gate_up_a": (E, D, RANK),
+        "gate_up_b": (E, RANK, 2 * F), "down": (E, F, D), "down_a": (E, F, RANK), "down_b": (E, RANK, D),
         "shared": (T, D),
-    }
+    }  # fmt: skip
     found = {name: draw(random, *shape, dtype=dtype) for name, shape in shapes.items()}
     return found | {"weights": random.random(IDS.shape, np.float32)}
 

@@ -22,19 +22,10 @@ T, D, F, E, K = 10, 32, 24, 8, 2
 def model() -> Any:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
-        "vocab_size": 16,
-        "hidden_size": D,
-        "moe_intermediate_size": F,
-        "num_experts": E,
-        "num_experts_per_tok": K,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 16,
-        "experts_implementation": "eager",
-    }
+        "vocab_size": 16, "hidden_size": D, "moe_intermediate_size": F, "num_experts": E, "num_experts_per_tok": K,
+        "norm_topk_prob": True, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "max_position_embeddings": 16, "experts_implementation": "eager",
+    }  # fmt: skip
     built: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings)).eval()
     with torch.no_grad():
         for parameter in built.model.layers[0].mlp.parameters():

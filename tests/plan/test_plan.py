@@ -37,13 +37,9 @@ def test_equal_plans_have_equal_keys_in_every_process() -> None:
     keys = {small_plan().key}
     for seed in ("0", "1"):
         printed = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True,
+            text=True, check=True,
+        ).stdout  # fmt: skip
         keys.add(printed.strip())
     assert len(keys) == 1
     assert len(keys.pop()) == KEY_LENGTH == 21

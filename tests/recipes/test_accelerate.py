@@ -82,16 +82,9 @@ def test_trainer(tmp_path: Path) -> None:
         config = transformers.Qwen3MoeConfig(**sizes, experts_implementation=implementation)
         model = transformers.Qwen3MoeForCausalLM(config)
         arguments = transformers.TrainingArguments(
-            str(tmp_path / implementation),
-            per_device_train_batch_size=4,
-            num_train_epochs=3,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-        )
+            str(tmp_path / implementation), per_device_train_batch_size=4, num_train_epochs=3, learning_rate=1e-2,
+            logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.train()
         losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -37,13 +37,9 @@ else:
 def _python(*arguments: str, **environment: str) -> str:
     """Run Python in a fresh process and return what it printed; its failure fails the test."""
     finished = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1", **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [sys.executable, *arguments], env={**os.environ, "TRITON_INTERPRET": "1", **environment}, cwd=ROOT,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

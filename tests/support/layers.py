@@ -18,15 +18,9 @@ from tests.support.strategies import activations, draw_array, router_specs, seed
 D, F, E, K, S = 48, 32, 8, 3, 16
 _COMMON = {"hidden_size": D, "num_hidden_layers": 2, "num_experts_per_tok": K, "hidden_act": "silu"}
 _DEEPSEEK = {
-    "moe_intermediate_size": F,
-    "n_routed_experts": E,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
-}
+    "moe_intermediate_size": F, "n_routed_experts": E, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
 _QWEN = {"moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True}
 _QWEN_SHARED = _QWEN | {"norm_topk_prob": False, "shared_expert_intermediate_size": S}
 _MIXTRAL = {"intermediate_size": F, "num_local_experts": E}
@@ -59,15 +53,9 @@ STORAGES = tuple(
 )
 #: Every optional part at once.
 EVERYTHING = MoELayerSpec(
-    d_model=D,
-    d_ff=F,
-    num_experts=E,
-    top_k=K,
-    experts=ExpertsSpec(Activation("swiglu_oai"), bias=True),
-    shared_experts=SharedExpertsSpec(S, gate=True),
-    router_bias=True,
-    correction_bias=True,
-)
+    d_model=D, d_ff=F, num_experts=E, top_k=K, experts=ExpertsSpec(Activation("swiglu_oai"), bias=True),
+    shared_experts=SharedExpertsSpec(S, gate=True), router_bias=True, correction_bias=True,
+)  # fmt: skip
 
 
 def draw_weights(

@@ -38,13 +38,9 @@ def layer_plan(
     spec = MoESpec(Activation(activation), RouterSpec(K, renormalize=True), tuning=tuning)
     router = RouterWeights(ArraySpec((D, E), dtype))
     return plan_moe(
-        ArraySpec((num_tokens, D), dtype),
-        experts,
-        router,
-        spec,
-        target,
+        ArraySpec((num_tokens, D), dtype), experts, router, spec, target,
         options=ForwardOptions(shared=shared, save=save),
-    )
+    )  # fmt: skip
 
 
 def tiles(plan: LaunchPlan) -> list[TileConfig]:
@@ -78,13 +74,9 @@ class Layer:
 def plan_of(layer: Layer, target: Target):
     extras = {name: spec_of(value) for name, value in layer.extras.items()}
     return plan_moe(
-        spec_of(layer.x),
-        spec_of(layer.experts),
-        spec_of(layer.routing),
-        layer.spec,
-        target,
+        spec_of(layer.x), spec_of(layer.experts), spec_of(layer.routing), layer.spec, target,
         options=ForwardOptions(**extras),
-    )
+    )  # fmt: skip
 
 
 def run_layer(layer: Layer, target: Target | None = None) -> dict[str, np.ndarray]:

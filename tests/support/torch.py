@@ -27,17 +27,9 @@ from tests.support.frontends.small import (
 )
 
 __all__ = [
-    "D_FF",
-    "D_MODEL",
-    "ENGINES",
-    "NUM_EXPERTS",
-    "REAL_KERNELS",
-    "Layer",
-    "draw",
-    "full_layer",
-    "on_engines",
+    "D_FF", "D_MODEL", "ENGINES", "NUM_EXPERTS", "REAL_KERNELS", "Layer", "draw", "full_layer", "on_engines",
     "small_layer",
-]
+]  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -261,12 +261,8 @@ def measuring(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeBench:
     monkeypatch.setattr(cli, "cuda_target", lambda index: H200)
     monkeypatch.setattr(cli, "GpuBench", lambda *arguments: bench)
     origin = {
-        "gpu": "Fake GPU",
-        "driver": "CUDA 13.0",
-        "versions": {"triton": "3.6.0"},
-        "commit": "abc",
-        "date": "today",
-    }
+        "gpu": "Fake GPU", "driver": "CUDA 13.0", "versions": {"triton": "3.6.0"}, "commit": "abc", "date": "today",
+    }  # fmt: skip
     monkeypatch.setattr(cli, "provenance", lambda index, given: {**origin, "command": " ".join(given)})
     return bench
 

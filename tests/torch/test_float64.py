@@ -29,16 +29,9 @@ def draw(*shape: int, seed: int = 0) -> Any:
 
 
 SPEC = MoELayerSpec(
-    D,
-    F,
-    E,
-    K,
-    router=RouterSpec(K, scoring="sigmoid", renormalize=True, scale=1.5),
-    experts=ExpertsSpec(bias=True),
-    shared_experts=SharedExpertsSpec(S, gate=True),
-    router_bias=True,
-    correction_bias=True,
-)
+    D, F, E, K, router=RouterSpec(K, scoring="sigmoid", renormalize=True, scale=1.5), experts=ExpertsSpec(bias=True),
+    shared_experts=SharedExpertsSpec(S, gate=True), router_bias=True, correction_bias=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["whole", "capacity", "stages"])

@@ -36,15 +36,9 @@ from tests.support.torch import running_on
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 D, F, E, K = 256, 128, 4, 2
 _SIZES = {
-    "vocab_size": 64,
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts_per_tok": K,
-    "pad_token_id": 0,
-}
+    "vocab_size": 64, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "num_experts_per_tok": K, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tokens(device: str) -> Any:
@@ -81,12 +75,9 @@ def fp8_checkpoint(folder: pathlib.Path) -> Any:
             tensors[name] = weight
     others = ["lm_head", *[f"model.layers.{n}.{part}" for n in range(2) for part in ("self_attn", "mlp.gate")]]
     quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
         "modules_to_not_convert": others,
-    }
+    }  # fmt: skip
     save(model, folder, tensors, quantization)
     safetensors_torch.save_file(exact, folder / "plain" / "model.safetensors", {"format": "pt"})
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32).eval()

@@ -81,15 +81,9 @@ def experts(config: Any, name: str = LAYER, width: int = F) -> Any:
         in_dtype=torch.bfloat16,
     )
     maps = manager.ExpertMapManager(
-        max_num_batched_tokens=16,
-        top_k=K,
-        global_num_experts=E,
-        num_redundant_experts=0,
-        num_expert_group=None,
-        moe_parallel_config=parallel,
-        placement_strategy="linear",
-        enable_eplb=False,
-    )
+        max_num_batched_tokens=16, top_k=K, global_num_experts=E, num_redundant_experts=0, num_expert_group=None,
+        moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
+    )  # fmt: skip
     kind = importlib.import_module(f"{MOE}.routed_experts").RoutedExperts
     return kind(name, torch.bfloat16, described, config, maps)
 

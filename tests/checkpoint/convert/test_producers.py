@@ -31,22 +31,14 @@ GPTQ = published.GPTQ | {"checkpoint_format": "gptq"}
 CASES: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "autoawq": ("awq", published.AWQ, producers.autoawq, ""),
     "gptqmodel": ("gptqmodel", GPTQ, producers.gptqmodel, ""),
-    "gptqmodel v2": (
-        "gptqmodel",
-        GPTQ | {"checkpoint_format": "gptq_v2"},
-        lambda *sizes: producers.gptqmodel(*sizes, version=2),
-        "",
-    ),
+    "gptqmodel v2": ("gptqmodel", GPTQ | {"checkpoint_format": "gptq_v2"},
+        lambda *sizes: producers.gptqmodel(*sizes, version=2), ""),
     "gptqmodel act-order": ("gptqmodel", GPTQ, lambda *sizes: producers.gptqmodel(*sizes, act_order=True), ""),
     "hqq": ("hqq", {"quant_method": "hqq", "quant_config": {}}, producers.hqq, ""),
     "bitsandbytes nf4": ("bitsandbytes", BNB, producers.bitsandbytes, ""),
     "bitsandbytes fp4": ("bitsandbytes", BNB, lambda *sizes: producers.bitsandbytes(*sizes, "fp4", True), ""),
-    "bitsandbytes int8": (
-        "bitsandbytes",
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        producers.bitsandbytes_int8,
-        "",
-    ),
+    "bitsandbytes int8": ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        producers.bitsandbytes_int8, ""),
     "torchao Int8": ("torchao", {"quant_method": "torchao"}, producers.torchao, "Int8Tensor"),
     "torchao Float8": (
         "torchao",
@@ -55,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         "Float8Tensor",
     ),
     "modelopt": ("modelopt", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, producers.modelopt, ""),
-}
+}  # fmt: skip
 
 
 def require(package: str) -> None:

@@ -145,17 +145,13 @@ def test_calls_outside_shard_map_and_of_wrong_arrays_are_refused() -> None:
 
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "ids": (lambda ids, weights: TopK(weights, weights), r"routing\.ids must be int32 or .*, got float32"),
-    "weights": (
-        lambda ids, weights: TopK(ids, ids),
-        r"routing\.weights must be float32 or bfloat16 or float16, got int32",
-    ),
+    "weights": (lambda ids, weights: TopK(ids, ids),
+        r"routing\.weights must be float32 or bfloat16 or float16, got int32"),
     "columns": (lambda ids, weights: TopK(ids, weights[:, 1:]), r"routing\.weights must be \[4, 2\], got \(4, 1\)"),
     "tokens": (lambda ids, weights: TopK(ids[1:], weights[1:]), r"routing\.ids must be \[4, top_k\], got \(3, 2\)"),
-    "logits": (
-        lambda ids, weights: RouterLogits(jnp.zeros((4, 7), jnp.float32)),
-        r"routing must score the tokens of x for all experts of placement, \[4, 6\], got \[4, 7\]",
-    ),
-}
+    "logits": (lambda ids, weights: RouterLogits(jnp.zeros((4, 7), jnp.float32)),
+        r"routing must score the tokens of x for all experts of placement, \[4, 6\], got \[4, 7\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -196,23 +196,13 @@ def test_what_would_move_unasked_is_refused() -> None:
     tensor, rounded = fsdp(PLAIN, axis="model"), MoELayerSpec(D, 12, 8, 2, token_rounding=TokenRounding(16))
     cases: Any = (
         (PLAIN, tensor, P("data"), {}, r"gate/kernel must be whole over 'model', where x has no tokens"),
-        (
-            PLAIN,
-            fsdp(PLAIN, "model", "data"),
-            P("data"),
-            {"expert_axis": "data"},
-            "must have its experts split over 'data', the",
-        ),
+        (PLAIN, fsdp(PLAIN, "model", "data"), P("data"), {"expert_axis": "data"},
+            "must have its experts split over 'data', the"),
         (PLAIN, None, P("data", None, "model"), {}, r"x must be whole along its last axis, got .* over model"),
         (rounded, None, P("data"), {}, "token_rounding is not there for a layer on several ranks"),
-        (
-            CAPACITY,
-            None,
-            P("data", "model"),
-            {},
-            "capacity_factor must be None where several batch axes of x are split",
-        ),
-    )
+        (CAPACITY, None, P("data", "model"), {},
+            "capacity_factor must be None where several batch axes of x are split"),
+    )  # fmt: skip
     with running_on("reference"), jax.set_mesh(mesh):
         for spec, specs, split, options, message in cases:
             parameters, x = draw(spec, 4, 6)

@@ -32,14 +32,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: placement, E, W, T of a rank, K
 SIZES = (
-    ("linear", 6, 4, 5, 3),
-    ("round_robin", 7, 4, 4, 3),
-    ("balanced", 7, 3, 6, 2),
-    ("linear", 8, 2, 1, 4),
-    ("round_robin", 5, 3, 1, 2),
-    ("linear", 3, 4, 3, 2),
-    ("balanced", 4, 1, 7, 2),
-)
+    ("linear", 6, 4, 5, 3), ("round_robin", 7, 4, 4, 3), ("balanced", 7, 3, 6, 2), ("linear", 8, 2, 1, 4),
+    ("round_robin", 5, 3, 1, 2), ("linear", 3, 4, 3, 2), ("balanced", 4, 1, 7, 2),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -175,13 +175,8 @@ def scenarios(kind: str, members: dict[str, Any]) -> list[Callable[[], Any]]:
 
     monolithic = {"is_monolithic": staticmethod(lambda: True)}
     return [
-        run,
-        lambda: run(asynchronous=True),
-        lambda: run(late=True),
-        asked,
-        supported,
-        lambda: supported(**monolithic),
-    ]
+        run, lambda: run(asynchronous=True), lambda: run(late=True), asked, supported, lambda: supported(**monolithic),
+    ]  # fmt: skip
 
 
 def member_that(name: str, parameters: str | None, act: Callable[[], Any]) -> Any:

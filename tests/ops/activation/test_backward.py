@@ -205,18 +205,12 @@ Z, PRE, SLOTS = ArraySpec((8, 4), "float32"), ArraySpec((8, 8), "bfloat16"), Arr
         (ExpertActivationOperands(Z, PRE), {"order": "slot"}, "row_of_slot must be given for order='slot'"),
         (ExpertActivationOperands(Z, PRE, row_weight=ArraySpec((4,), "float32")), {}, r"row_weight must hold 8 slots"),
         (ExpertActivationOperands(Z, PRE), {"outputs": ("d_weight",)}, "outputs must be d_pre and any of"),
-        (
-            ExpertActivationOperands(Z, PRE, bias_product=ArraySpec((8,), "float32")),
-            {"outputs": ("d_pre",)},
-            "bias_product must be None where d_weight is no output",
-        ),
-        (
-            ExpertActivationOperands(Z, PRE),
-            {"slot_of_row": ArraySpec((8,), "int32")},
-            "slot_of_row must be None unless",
-        ),
+        (ExpertActivationOperands(Z, PRE, bias_product=ArraySpec((8,), "float32")), {"outputs": ("d_pre",)},
+            "bias_product must be None where d_weight is no output"),
+        (ExpertActivationOperands(Z, PRE), {"slot_of_row": ArraySpec((8,), "int32")},
+            "slot_of_row must be None unless"),
     ],
-)
+)  # fmt: skip
 def test_bad_expert_input(operands: ExpertActivationOperands, options: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         plan_expert_activation_backward(operands, Activation("silu"), Target("interpreter"), **options)

@@ -50,14 +50,8 @@ def dense(height: int, **options: Any) -> dict[str, Any]:
     """Arguments of products of bf16 weights."""
     halves = options.get("GATE_LAYOUT", "halves") in ("halves", "interleaved")
     chosen = {
-        "GATE_LAYOUT": "halves",
-        "IN_OUT": True,
-        "STAGES": 3,
-        "GATHER": "row",
-        "pre": None,
-        "up_bias": None,
-        **options,
-    }
+        "GATE_LAYOUT": "halves", "IN_OUT": True, "STAGES": 3, "GATHER": "row", "pre": None, "up_bias": None, **options,
+    }  # fmt: skip
     if height == 192:
         del chosen["pre"]
     elif height == 128:
@@ -80,13 +74,9 @@ def packed(height: int, **options: Any) -> dict[str, Any]:
     chosen = {"GATHER": "token", "STAGES": 3, "PAIRS": 2, "DEEP": 1, "PRODUCER_WARPS": 4, "REGISTERS": None, **options}
     matrix = {"D": 384, "N": 64, "WEIGHT_N": 128, "STEPS": 3, "BLOCKS": 2, "COLUMNS": 128, "GROUPS": 4, "REPEAT": 1}
     kind = {
-        "ELEMENT": "e2m1",
-        "GATE_LAYOUT": "interleaved",
-        "zero_points": None,
-        "X_STRIDE": 384,
-        "weight_map": SimpleNamespace(dtype=tl.uint8),
-        "BLOCK_M": height,
-    }
+        "ELEMENT": "e2m1", "GATE_LAYOUT": "interleaved", "zero_points": None, "X_STRIDE": 384,
+        "weight_map": SimpleNamespace(dtype=tl.uint8), "BLOCK_M": height,
+    }  # fmt: skip
     return {**COMMON, **layout(height), **matrix, **kind, **chosen}
 
 

@@ -156,14 +156,11 @@ class Layer:
         )
         correction = ArraySpec((experts,), "float32") if self.biased else None
         routers = {
-            "x": RouterWeights(
-                ArraySpec((SIDE, experts) if self.layout == "in_out" else (experts, SIDE), self.dtype),
-                ArraySpec((experts,), self.dtype) if self.biased else None,
-                correction,
-            ),
+            "x": RouterWeights(ArraySpec((SIDE, experts) if self.layout == "in_out" else (experts, SIDE), self.dtype),
+                ArraySpec((experts,), self.dtype) if self.biased else None, correction),
             "logits": RouterLogits(ArraySpec((tokens, experts), "float32"), correction),
             "given": TopK(ArraySpec((tokens, self.top_k), "int32"), ArraySpec((tokens, self.top_k), "float32")),
-        }
+        }  # fmt: skip
         shared = None
         if self.shared:
             shared = SharedExpert(

@@ -29,14 +29,9 @@ def check(layer: Layer, target: Target | None = None) -> None:
     num_experts, top_k = layer.experts.down.shape[-3], expected["ids"].shape[1]
     d_ff = layer.experts.down.shape[-2 if layer.spec.weight_layout == "in_out" else -1]
     tolerances = stage_tolerances(
-        layer.spec,
-        dtypes.canonical(layer.x.dtype),
-        d_model=layer.x.shape[1],
-        d_ff=d_ff,
-        top_k=top_k,
-        num_experts=num_experts,
-        routed_from=source,
-    )
+        layer.spec, dtypes.canonical(layer.x.dtype), d_model=layer.x.shape[1], d_ff=d_ff, top_k=top_k,
+        num_experts=num_experts, routed_from=source,
+    )  # fmt: skip
     assert set(actual) <= set(expected)
     for name, value in actual.items():
         assert_close(value, expected[name], tolerances[name], label=name)

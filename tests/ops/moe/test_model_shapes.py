@@ -14,12 +14,9 @@ from moe_core.specs.operands import ExpertWeights, RouterLogits
 
 #: d_model, d_ff, experts, top_k.
 SHAPES = {
-    "gptoss120b": (2880, 2880, 128, 4),
-    "gptoss20b": (2880, 2880, 32, 4),
-    "qwen3": (2048, 768, 128, 8),
-    "mixtral": (4096, 14336, 8, 2),
-    "dsv3": (7168, 2048, 256, 8),
-}
+    "gptoss120b": (2880, 2880, 128, 4), "gptoss20b": (2880, 2880, 32, 4), "qwen3": (2048, 768, 128, 8),
+    "mixtral": (4096, 14336, 8, 2), "dsv3": (7168, 2048, 256, 8),
+}  # fmt: skip
 ALLOWANCE = 2 * 10**6
 
 

@@ -107,14 +107,9 @@ def check(x: np.ndarray, experts: ExpertWeights, case: RoutingCase, spec: MoESpe
     found = moe_stages(x, experts, routing, spec, token_mask=case.token_mask, expert_map=case.expert_map, shared=shared)
     assert list(found) == STAGES[1:]
     tolerances = stage_tolerances(
-        spec,
-        x.dtype.name,
-        d_model=x.shape[1],
-        d_ff=wanted["activation"].shape[1],
-        top_k=case.top_k,
-        num_experts=case.num_experts,
-        routed_from="ids",
-    )
+        spec, x.dtype.name, d_model=x.shape[1], d_ff=wanted["activation"].shape[1], top_k=case.top_k,
+        num_experts=case.num_experts, routed_from="ids",
+    )  # fmt: skip
     for stage, expected in wanted.items():
         assert found[stage].dtype == expected.dtype, stage
         assert_close(found[stage], expected, tolerances[stage], stage)

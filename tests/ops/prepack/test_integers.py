@@ -27,23 +27,14 @@ from tests.support.torch import to_torch
 
 #: (format, dtype of scales): blocks with several scales of a row, with one, and scales of several blocks.
 CASES = (
-    ("int4_g32_zp", "float16"),
-    ("int4_g64", "float32"),
-    ("int4_g128_zp", "bfloat16"),
-    ("int4_row_zp", "float32"),
-    ("int8_g32", "bfloat16"),
-    ("int8_g64_zp", "float16"),
-    ("int8_g128_zp", "float32"),
-    ("int8_row", "bfloat16"),
+    ("int4_g32_zp", "float16"), ("int4_g64", "float32"), ("int4_g128_zp", "bfloat16"), ("int4_row_zp", "float32"),
+    ("int8_g32", "bfloat16"), ("int8_g64_zp", "float16"), ("int8_g128_zp", "float32"), ("int8_row", "bfloat16"),
     ("int8_channel", "float32"),
-)
+)  # fmt: skip
 #: (order, leading axes, N, D): padded in rows, columns, both and neither, an odd N.
 SHAPES = (
-    ("rows", (3,), 71, 384),
-    ("interleaved", (2, 2), 130, 128),
-    ("halves", (2,), 128, 256),
-    ("rows", (0,), 64, 128),
-)
+    ("rows", (3,), 71, 384), ("interleaved", (2, 2), 130, 128), ("halves", (2,), 128, 256), ("rows", (0,), 64, 128),
+)  # fmt: skip
 
 
 def drawn(format: Format, dtype: str, lead: tuple[int, ...], rows: int, columns: int, layout: str = "out_in") -> Any:

@@ -45,13 +45,9 @@ from tests.support.torch import to_torch
 
 #: (order, leading axes, N, D): padded in rows, columns, both and neither.
 SHAPES = (
-    ("rows", (), 1, 32),
-    ("rows", (3,), 70, 160),
-    ("interleaved", (2, 2), 130, 96),
-    ("halves", (2,), 128, 288),
-    ("rows", (2,), 64, 128),
-    ("rows", (0,), 64, 32),
-)
+    ("rows", (), 1, 32), ("rows", (3,), 70, 160), ("interleaved", (2, 2), 130, 96), ("halves", (2,), 128, 288),
+    ("rows", (2,), 64, 128), ("rows", (0,), 64, 32),
+)  # fmt: skip
 E, D, F, K = 3, 96, 64, 2
 REFERENCE = Target("reference")
 

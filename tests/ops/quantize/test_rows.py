@@ -73,14 +73,10 @@ def test_a_static_scale_stands_for_all(format: Format) -> None:
 @pytest.mark.parametrize(
     ("name", "users", "static"),
     [
-        ("fp8_tensor", 3, None),
-        ("e2m1_tensor", 1, None),
-        ("fp8_tensor", 2, 0.5),
-        ("fp8_token", 2, None),
-        ("fp8_group", 1, None),
-        ("mxfp4", 3, None),
+        ("fp8_tensor", 3, None), ("e2m1_tensor", 1, None), ("fp8_tensor", 2, 0.5), ("fp8_token", 2, None),
+        ("fp8_group", 1, None), ("mxfp4", 3, None),
     ],
-)
+)  # fmt: skip
 def test_rows_that_nothing_reads_become_zeros(name: str, users: int, static: float | None) -> None:
     format = E2M1_TENSOR if name == "e2m1_tensor" else format_named(name)
     scale = None if static is None else np.array([static], np.float32)

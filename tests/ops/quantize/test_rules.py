@@ -113,22 +113,11 @@ def test_power_of_two_scales_are_rounded_up(name, amax):
 @pytest.mark.parametrize(
     ("amax", "floor", "ceil"),
     [
-        (4.0, 127, 127),
-        (6.0, 127, 127),
-        (np.nextafter(np.float32(6), np.float32(7)), 127, 128),
-        (7.0, 127, 128),
-        (7.9, 127, 128),
-        (8.0, 128, 128),
-        (1.0, 125, 125),
-        (1.5, 125, 125),
-        (1.6, 125, 126),
-        (2.0**-125, 0, 1),
-        (2.0**-126, 0, 1),
-        (1e-45, 0, 0),
-        (1e-40, 0, 1),
-        (3e38, 252, 253),
+        (4.0, 127, 127), (6.0, 127, 127), (np.nextafter(np.float32(6), np.float32(7)), 127, 128), (7.0, 127, 128),
+        (7.9, 127, 128), (8.0, 128, 128), (1.0, 125, 125), (1.5, 125, 125), (1.6, 125, 126), (2.0**-125, 0, 1),
+        (2.0**-126, 0, 1), (1e-45, 0, 0), (1e-40, 0, 1), (3e38, 252, 253),
     ],
-)
+)  # fmt: skip
 def test_mxfp4_scales(amax, floor, ceil):
     """The exponent of amax less 2, or the smallest power of two at or above amax / 6, found on fp32's bits."""
     x = np.zeros((1, 32), np.float32)

@@ -45,13 +45,9 @@ def run_both(
     """(actual, expected)."""
     has_ids = gradients.weights is not None
     plan = plan_routing_backward(
-        map_arrays(gradients, spec_of),
-        spec_of(logits),
-        spec_of(ids) if has_ids else None,
-        spec,
-        engine_target(),
+        map_arrays(gradients, spec_of), spec_of(logits), spec_of(ids) if has_ids else None, spec, engine_target(),
         token_mask=spec_of(mask),
-    )
+    )  # fmt: skip
     arrays = {"logits": logits} | dict(named_arrays(gradients, "gradients."))
     arrays |= {"ids": ids} if has_ids else {}
     arrays |= {} if mask is None else {"token_mask": mask}
@@ -195,13 +191,9 @@ def test_reference_plan() -> None:
     ids, _ = route(logits, None, mask, spec=spec)
     gradients = draw_gradients(rng, ids, 8, PARTS)
     plan = plan_routing_backward(
-        map_arrays(gradients, spec_of),
-        spec_of(logits),
-        spec_of(ids),
-        spec,
-        Target("reference"),
+        map_arrays(gradients, spec_of), spec_of(logits), spec_of(ids), spec, Target("reference"),
         token_mask=spec_of(mask),
-    )
+    )  # fmt: skip
     arrays = {"logits": logits, "ids": ids, "token_mask": mask} | dict(named_arrays(gradients, "gradients."))
     expected = run_both(gradients, logits, ids, spec, mask)[1]
     np.testing.assert_array_equal(run_plan(plan, arrays)["d_logits"], expected)

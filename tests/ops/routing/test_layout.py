@@ -180,15 +180,10 @@ def test_schedule_of_the_worst_sizes_fills_its_bound(num_experts: int) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        [10**6] * 5,
-        [2**31 - 1] * 5,
-        [-5] * 5,
-        [-(2**31)] * 5,
-        [3, 10**6, 4, 0, 9],
-        [0, 0, 0, 0, 2**31 - 1],
+        [10**6] * 5, [2**31 - 1] * 5, [-5] * 5, [-(2**31)] * 5, [3, 10**6, 4, 0, 9], [0, 0, 0, 0, 2**31 - 1],
         [2**31 - 1, -5, 20, 10**6, -(2**31)],
     ],
-)
+)  # fmt: skip
 def test_sizes_that_lie_fill_the_schedule_and_no_more(sizes: list[int], block_m: int) -> None:
     """The harness's guard zones must stay untouched, and what is scheduled must exist."""
     layout = LayoutSpec(40, 2, 5)

@@ -87,15 +87,9 @@ MODELS = {
     "qwen3": Model(SHAPES["qwen3"], RouterSpec(8, renormalize=True), "in_out", "halves"),
     "gptoss120b": Model(SHAPES["gptoss120b"], RouterSpec(4, order="topk_then_softmax"), "in_out", "interleaved"),
     "mixtral": Model(SHAPES["mixtral"], RouterSpec(2, renormalize=True), "out_in", "separate"),
-    "dsv3": Model(
-        SHAPES["dsv3"],
-        RouterSpec(8, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
-        "out_in",
-        "halves",
-        correction_bias=True,
-        shared_ff=2048,
-    ),
-}
+    "dsv3": Model(SHAPES["dsv3"], RouterSpec(8, "sigmoid", renormalize=True, scale=2.5, num_groups=8, topk_group=4),
+        "out_in", "halves", correction_bias=True, shared_ff=2048),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,9 @@ def layer_plan(
     spec = MoESpec(Activation("silu"), router, weight_layout, apply_router_weight_on_input=on_input, tuning=tuning)
     beside = SharedExpert(matrix(192, 2 * width), matrix(width, 192)) if shared else None
     return plan_moe(
-        ArraySpec((tokens, 192), dtype),
-        experts,
-        routing,
-        spec,
-        target,
+        ArraySpec((tokens, 192), dtype), experts, routing, spec, target,
         options=ForwardOptions(shared=beside, **options),
-    )
+    )  # fmt: skip
 
 
 def quantized_plan(

@@ -29,15 +29,9 @@ EPILOGUES = (
 #: Integer formats and the dtypes of their scales: every way of decoding, with groups shorter than blocks, as long as
 #: they, and longer, and zero points.
 INTEGERS = (
-    ("int4_g128", "bfloat16"),
-    ("int4_g32_zp", "float16"),
-    ("int4_g64", "float32"),
-    ("int4_row_zp", "bfloat16"),
-    ("int8_g128", "float32"),
-    ("int8_g32_zp", "bfloat16"),
-    ("int8_row", "float16"),
-    ("int8_channel", "float32"),
-)
+    ("int4_g128", "bfloat16"), ("int4_g32_zp", "float16"), ("int4_g64", "float32"), ("int4_row_zp", "bfloat16"),
+    ("int8_g128", "float32"), ("int8_g32_zp", "bfloat16"), ("int8_row", "float16"), ("int8_channel", "float32"),
+)  # fmt: skip
 
 
 def tiled_weight(

@@ -138,10 +138,6 @@ def sm90(target: Target) -> Iterator[LaunchPlan]:
 
 #: Groups of the compile gate.
 GROUPS = {
-    "quantized_sm90": sm90,
-    "quantized_layers": layers,
-    "quantized_few_rows": few_rows,
-    "quantized_many_rows": many_rows,
-    "quantized_in_out": in_out,
-    **prepacked_plans.GROUPS,
-}
+    "quantized_sm90": sm90, "quantized_layers": layers, "quantized_few_rows": few_rows,
+    "quantized_many_rows": many_rows, "quantized_in_out": in_out, **prepacked_plans.GROUPS,
+}  # fmt: skip

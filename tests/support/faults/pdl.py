@@ -35,29 +35,25 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     ("plain", 0): {"routing.kernels.route_and_layout": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("plain", 1): {
         "common.kernels.pdl": (OpFault(_WAIT, ""), OpFault(_ALLOW, ""), OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT)),
-        "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),),
+        "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'), ),
     },
-    ("plain", 2): {
-        "matmul.portable.kernel": (
-            OpFault("    if JOIN:\n        join()\n\n", ""),
-            OpFault('            if PDL == "layout":\n                join()\n', ""),
-            OpFault('".cg" if PDL == "layout" else ""', '""'),
-            OpFault('".cg" if JOIN else ""', '""'),
-        )
-    },
+    ("plain", 2): {"matmul.portable.kernel": (
+        OpFault("    if JOIN:\n        join()\n\n", ""),
+        OpFault('            if PDL == "layout":\n                join()\n', ""),
+        OpFault('".cg" if PDL == "layout" else ""', '""'),
+        OpFault('".cg" if JOIN else ""', '""'),
+    )},
     ("plain", 3): {"reduction.kernels.reduce": (OpFault('UNROLL, PDL == "layout"', 'UNROLL, PDL == "never"'),)},
     ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("one_scale", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("one_scale", 2): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("decoded", 1): {"matmul.quantized.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),)},
-    ("quantized", 2): {
-        "matmul.quantized.kernel": (
-            OpFault('    if PDL == "layout":\n        join()\n    x_rows', "    x_rows"),
-            OpFault('            if PDL == "layout":\n                join()\n', ""),
-            OpFault('".cg" if PDL == "layout" else ""', '""'),
-        )
-    },
-}
+    ("quantized", 2): {"matmul.quantized.kernel": (
+        OpFault('    if PDL == "layout":\n        join()\n    x_rows', "    x_rows"),
+        OpFault('            if PDL == "layout":\n                join()\n', ""),
+        OpFault('".cg" if PDL == "layout" else ""', '""'),
+    )},
+}  # fmt: skip
 ORDER_BROKEN = 10
 
 

@@ -16,18 +16,12 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ("quantize.kernels.decode", OpFault("(n & 1) * 4", "(n & 1) * 0")),
     ),
     "tests/ops/matmul/quantized/test_backward.py": (
-        (
-            "matmul.quantized.transposed_kernel",
-            OpFault("total = tl.where(layer_exists, total,", "total = tl.where(True, total,"),
-        ),
-        (
-            "matmul.quantized.transposed_kernel",
-            OpFault("up, up_scales, up_zero_points, D", "up, scales, up_zero_points, D"),
-        ),
-        (
-            "matmul.quantized.transposed_kernel",
-            OpFault("source_rows(rows, slots, GATHER", "source_rows(rows, slots * 0, GATHER"),
-        ),
+        ("matmul.quantized.transposed_kernel",
+            OpFault("total = tl.where(layer_exists, total,", "total = tl.where(True, total,")),
+        ("matmul.quantized.transposed_kernel",
+            OpFault("up, up_scales, up_zero_points, D", "up, scales, up_zero_points, D")),
+        ("matmul.quantized.transposed_kernel",
+            OpFault("source_rows(rows, slots, GATHER", "source_rows(rows, slots * 0, GATHER")),
         ("common.kernels.layer", OpFault("tl.where(exists, wanted, 0)", "tl.where(exists, 0 * wanted, 0)")),
         ("common.kernels.layer", OpFault("(wanted < NUM_LAYERS)", "(wanted < NUM_LAYERS - 1)")),
     ),
@@ -38,10 +32,7 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ("quantize.kernels.rows", OpFault("return last >= 0", "return exists")),
     ),
     "tests/ops/routing/test_given.py": (
-        (
-            "routing.kernels.layout",
-            OpFault("tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL)", "experts.to(tl.int32)"),
-        ),
+        ("routing.kernels.layout", OpFault("tl.minimum(tl.maximum(experts, -2), NUM_GLOBAL)", "experts.to(tl.int32)")),
         ("routing.kernels.layout", OpFault("tl.maximum(experts, -2)", "tl.maximum(experts, -1)")),
         ("routing.kernels.layout", OpFault("weights.to(tl.float32)", "weights.to(tl.float32) * 1.001")),
     ),
@@ -50,11 +41,9 @@ FAULTS: dict[str, tuple[tuple[str, OpFault], ...]] = {
         ("matmul.quantized.kernel", OpFault("tl.where(mask, magnitude", "tl.where((columns < N)[:, None], magnitude")),
         (
             "matmul.quantized.kernel",
-            OpFault(
-                "    result = result.to(pointers.dtype.element_ty)\n    tl.store(pointers, result, mask",
-                "    tl.store(pointers, result.to(pointers.dtype.element_ty), mask",
-            ),
+            OpFault("    result = result.to(pointers.dtype.element_ty)\n    tl.store(pointers, result, mask",
+                "    tl.store(pointers, result.to(pointers.dtype.element_ty), mask"),
         ),
         ("quantize.kernels.rows", OpFault("if tl.program_id(0) == 0:", "if tl.program_id(0) < 0:")),
     ),
-}
+}  # fmt: skip

@@ -284,13 +284,9 @@ class ElasticBuffer:
         assert topk_idx is not None and num_experts is not None and len(x) <= self.num_max_tokens_per_rank
         per_rank, _, per_expert, in_rank, _ = self._older.get_dispatch_layout(topk_idx, num_experts)
         came, ids, weights, _, (source, in_rank), _ = self._older.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-        )
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx, topk_weights=topk_weights,
+        )  # fmt: skip
         self._number += 1
         order = torch.randperm(len(came), generator=torch.Generator().manual_seed(self._number))
         places = [torch.empty_like(array) for array in (came, ids, weights)]

@@ -33,13 +33,9 @@ def run_blocked(blocked: tuple[str, ...], script: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": _python_path()}
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKER + script, json.dumps(blocked)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [sys.executable, "-c", BLOCKER + script, json.dumps(blocked)], env=environment, cwd=ROOT, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, f"with {blocked} blocked:\n{done.stdout}{done.stderr}"
 
 

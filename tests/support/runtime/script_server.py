@@ -43,12 +43,8 @@ class ScriptServer:
 
     def __init__(self, missing: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> None:
         command = [
-            sys.executable,
-            "-m",
-            "tests.support.runtime.script_server",
-            json.dumps(missing),
-            json.dumps(modules),
-        ]
+            sys.executable, "-m", "tests.support.runtime.script_server", json.dumps(missing), json.dumps(modules),
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -51,13 +51,9 @@ def make(spec: MoESpec, kind: type = RouterWeights, dtype: str = "float32", **op
     separate = activation.gate_layout == "separate"
     width = F if separate or not activation.gated else 2 * F
     experts = ExpertWeights(
-        matrix(E, D, width),
-        matrix(E, F, D),
-        matrix(E, D, F) if separate else None,
-        vector(E, width),
-        vector(E, F) if separate else None,
-        vector(E, D),
-    )
+        matrix(E, D, width), matrix(E, F, D), matrix(E, D, F) if separate else None, vector(E, width),
+        vector(E, F) if separate else None, vector(E, D),
+    )  # fmt: skip
     num_global = E + 2 if options.get("expert_map") else E
     mask = np.arange(T) != 3 if options.get("mask") else None
     expert_map = np.array([0, 1, -1, 2, 3, -1, 4], np.int32) if options.get("expert_map") else None

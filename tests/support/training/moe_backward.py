@@ -89,14 +89,9 @@ class Problem:
             self.specs(),
             self.spec,
             target,
-            options=BackwardOptions(
-                wanted=wanted or self.names(),
-                accumulate=tuple(into),
-                one_layer=one_layer,
-                wide=wide,
-                overwrite=overwrite,
-            ),
-        )
+            options=BackwardOptions(wanted=wanted or self.names(), accumulate=tuple(into), one_layer=one_layer,
+                wide=wide, overwrite=overwrite),
+        )  # fmt: skip
         assert [buffer.name for buffer in plan.outputs] == list(wanted or self.names())
         return run_plan(plan, {buffer.name: arrays[buffer.name] for buffer in plan.inputs})
 

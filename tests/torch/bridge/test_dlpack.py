@@ -75,22 +75,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no exporter": ([1.0, 2.0], r"exporter must have __dlpack__ and __dlpack_device__, got list; pass an array of"),
     "NumPy bfloat16": (np.zeros(3, ml_dtypes.bfloat16), r"exporter must .*, got ndarray of bfloat16: .*cast it first"),
     "complex": (np.zeros(3, np.complex64), r"exporter must have one of the dtypes .*, got complex64; cast it first"),
-    "byte order": (
-        np.zeros(3, ">f4"),
-        r"exporter must .* through DLPack, got ndarray of >f4: .*; detach or cast it first",
-    ),
+    "byte order": (np.zeros(3, ">f4"),
+        r"exporter must .* through DLPack, got ndarray of >f4: .*; detach or cast it first"),
     "text": (np.zeros(3, "S3"), r"exporter must .* through DLPack, got ndarray of \|S3: .*; detach or cast it first"),
     "negative strides": (np.zeros(4)[::-1], r"exporter must not have negative strides, got \(-1,\); copy it"),
     "gradients": (torch.zeros(3, requires_grad=True), r"exporter must .*, got Tensor of torch\.float32: .*; detach"),
-    "sparse": (
-        torch.eye(3).to_sparse(),
-        r"exporter must .*, got Tensor of torch\.float32: .*; detach or cast it first",
-    ),
-    "meta": (
-        torch.zeros(3, device="meta"),
-        r"exporter must .*, got Tensor of torch\.float32: .*; detach or cast it first",
-    ),
-}
+    "sparse": (torch.eye(3).to_sparse(),
+        r"exporter must .*, got Tensor of torch\.float32: .*; detach or cast it first"),
+    "meta": (torch.zeros(3, device="meta"),
+        r"exporter must .*, got Tensor of torch\.float32: .*; detach or cast it first"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

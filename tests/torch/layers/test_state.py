@@ -214,22 +214,16 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
     "width": (lambda layer, x: layer(x[..., :-1]), r"x must be \[..., d_model\] with d_model = 48, got \(2, 3, 47\)"),
     "scalar": (lambda layer, x: layer(torch.tensor(1.0)), r"x must be \[..., d_model\] .* got \(\)"),
     "array": (lambda layer, x: layer(x.numpy()), "x must be a torch.Tensor, got ndarray"),
-    "dtype": (
-        lambda layer, x: layer(x.half()),
-        "x must be torch.float32 like the layer's parameters, got torch.float16",
-    ),
-    "mask shape": (
-        lambda layer, x: layer(x, torch.ones(6, dtype=torch.bool)),
-        r"token_mask must be bool \(2, 3\), one for each token of x, got torch.bool \(6,\)",
-    ),
+    "dtype": (lambda layer, x: layer(x.half()),
+        "x must be torch.float32 like the layer's parameters, got torch.float16"),
+    "mask shape": (lambda layer, x: layer(x, torch.ones(6, dtype=torch.bool)),
+        r"token_mask must be bool \(2, 3\), one for each token of x, got torch.bool \(6,\)"),
     "mask dtype": (lambda layer, x: layer(x, torch.ones(2, 3)), r"token_mask must be bool \(2, 3\).*got torch.float32"),
     "mask array": (lambda layer, x: layer(x, [True]), "token_mask must be a torch.Tensor, got list"),
     "device": (lambda layer, x: layer(x.to("meta")), "must be on meta like x, got cpu"),
-    "explain": (
-        lambda layer, x: layer.explain((2, 3)),
-        r"tokens must be a number of tokens or a shape .* got \(2, 3\)",
-    ),
-}
+    "explain": (lambda layer, x: layer.explain((2, 3)),
+        r"tokens must be a number of tokens or a shape .* got \(2, 3\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

@@ -34,17 +34,9 @@ from tests.support.training.tolerances import BF16, FP32
 
 #: Every element, kind of scale and extent of a group, with lengths of the axis that groups run along.
 FORMATS = {
-    "mxfp4": 96,
-    "mxfp8": 96,
-    "int4_g32_zp": 96,
-    "int4_g128": 128,
-    "int8_g64_zp": 192,
-    "int8_row": 37,
-    "int8_channel": 37,
-    "fp8_block": 150,
-    "fp8_channel": 37,
-    "fp8_tensor": 37,
-}
+    "mxfp4": 96, "mxfp8": 96, "int4_g32_zp": 96, "int4_g128": 128, "int8_g64_zp": 192, "int8_row": 37,
+    "int8_channel": 37, "fp8_block": 150, "fp8_channel": 37, "fp8_tensor": 37,
+}  # fmt: skip
 #: Rows of a weight: no multiple of a block, of 128 or of 2.
 OUTPUTS = 151
 

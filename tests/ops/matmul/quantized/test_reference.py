@@ -262,15 +262,9 @@ def test_stages_of_a_forward(scheme):
     found = moe_stages(x, experts, TopK(ids, weights), spec)
     wanted = SlotLoop(scheme, experts, spec, "bfloat16").run(x, ids, weights)
     tolerances = stage_tolerances(
-        spec,
-        "bfloat16",
-        d_model=d_model,
-        d_ff=d_ff,
-        top_k=2,
-        num_experts=3,
-        routed_from="ids",
+        spec, "bfloat16", d_model=d_model, d_ff=d_ff, top_k=2, num_experts=3, routed_from="ids",
         weights_format=scheme.weights,
-    )
+    )  # fmt: skip
     for stage, expected in wanted.items():
         assert_close(found[stage], expected, tolerances[stage], f"{scheme} {stage}")
     rows = found["activation"]
@@ -332,11 +326,8 @@ def test_the_entrance_of_plans():
     rng = np.random.default_rng(12)
     x, weight = quantize(draw_array(rng, (3, 128)), FP8_TOKEN), draw_weight(rng, (5, 128), FP8_CHANNEL, "out_in")
     arrays = {
-        "x.values": x.values,
-        "x.scales": x.scales,
-        "weight.values": weight.values,
-        "weight.scales": weight.scales,
-    }
+        "x.values": x.values, "x.scales": x.scales, "weight.values": weight.values, "weight.scales": weight.scales,
+    }  # fmt: skip
     spec = MatmulSpec("out_in", out_dtype="float32")
     found = np.empty((3, 5), np.float32)
     tensors = ("x", x.spec), ("weight", weight.spec)

@@ -199,13 +199,10 @@ def forward(scheme: Scheme, tuning: Tuning | None = None, static: bool = False) 
 @pytest.mark.parametrize(
     ("scheme", "static", "quantisers"),
     [
-        ("fp8_block", False, 1),
-        ("fp8_block_pow2", False, 1),
-        ("fp8_channel", False, 2),
-        ("fp8_tensor", False, 3),
+        ("fp8_block", False, 1), ("fp8_block_pow2", False, 1), ("fp8_channel", False, 2), ("fp8_tensor", False, 3),
         ("fp8_tensor", True, 1),
     ],
-)
+)  # fmt: skip
 def test_a_forward_quantises_hidden_rows_where_they_are_made(scheme: str, static: bool, quantisers: int) -> None:
     plan = forward(scheme_named(scheme), static=static)
     launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]

@@ -225,20 +225,9 @@ def test_every_height_of_a_group(rows: int, gather: str) -> None:
 
 
 #: On layouts of our own, where whole chunks are stored by TMA; the third one with row weights, as products 2 are.
-OWN = {name: dataclasses.replace(case, num_tokens=900) for name, case in KEEPING.items()} | {
-    "weighted": Case(
-        900,
-        2,
-        5,
-        256,
-        328,
-        "bfloat16",
-        MatmulSpec("in_out", "row", "row"),
-        "some_absent",
-        bias="float32",
-        row_weight=True,
-    )
-}
+OWN = {name: dataclasses.replace(case, num_tokens=900) for name, case in KEEPING.items()} | {"weighted": Case(
+    900, 2, 5, 256, 328, "bfloat16", MatmulSpec("in_out", "row", "row"), "some_absent", bias="float32", row_weight=True,
+)}  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -24,32 +24,8 @@ from tests.support.strategies import layout_arrays
 
 #: Rows of experts, on each side of every height that a tile is multiplied by, of one tile and of several.
 ROWS = (
-    1,
-    31,
-    33,
-    63,
-    64,
-    65,
-    96,
-    97,
-    127,
-    128,
-    129,
-    160,
-    161,
-    191,
-    192,
-    193,
-    255,
-    256,
-    257,
-    300,
-    320,
-    417,
-    512,
-    0,
-    513,
-)
+    1, 31, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161, 191, 192, 193, 255, 256, 257, 300, 320, 417, 512, 0, 513,
+)  # fmt: skip
 FORMATS = (("mxfp4", None), *INTEGERS)
 
 
