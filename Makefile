@@ -93,7 +93,7 @@ figures: environment
 bench: RECORD ?= build/forward.json
 bench: environment
 	$(RUN) -m benchmarks.forward --output $(RECORD) $(BENCH)
-	$(RUN) -m benchmarks.plot $(RECORD) --output build/figures
+	$(RUN) -m benchmarks.figures plot $(RECORD) --output build/figures
 
 # Without RECORD against the newest record of benchmarks/results.
 bench-check: environment

@@ -1,6 +1,6 @@
 """Bars out of records: how much longer each peer takes than Moebius, and what a training step keeps per token.
 
-    python -m benchmarks.bars benchmarks/results/forward-turns-dsv3-h200.json \\
+    python -m benchmarks.figures bars benchmarks/results/forward-turns-dsv3-h200.json \\
         benchmarks/results/forward-peers-h200.json benchmarks/results/training-h200.json --output docs/figures/
 
 `speedup.svg` has a mark for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
@@ -9,10 +9,8 @@ mean; both times of a cell are of one run and one clock. `kept-bytes.svg` has a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,18 +185,3 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg", kept_in: Sequen
             written.append(output / f"{name}.{kind}")
             theme.save(figure, written[-1])
     return written
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plot the bars of the named records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    options = parser.parse_args(arguments)
-    print("\n".join(map(str, plot(options.records, options.output, options.format))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

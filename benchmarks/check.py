@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.draws import SEED
-from benchmarks.forward import TOLERANCE, beside_dense
+from benchmarks.forward import TOLERANCE
 from benchmarks.options import chosen_names, numbers_of_tokens
+from benchmarks.peers import beside_dense, dense_forwards
 from benchmarks.problem import Problem, checked_tokens, draw_problem, expected, relative_error
 from benchmarks.record import PLOTTED_SCHEMAS, table
 from benchmarks.shapes import ALL_SHAPES, Shape
@@ -79,9 +80,10 @@ def check_cell(cell: Cell, problem: Problem, timer: Any, seconds: float) -> dict
     error = relative_error(problem.torch_forward().output[tokens], expected(problem, tokens))
     if not error < TOLERANCE:
         sys.exit(f"parity is red for {cell.shape.name} {cell.tokens}: error {error}; nothing was timed")
-    now = beside_dense(problem, timer, seconds)["over_dense"]
+    dense = dense_forwards(problem.shape, problem.tokens, problem.x.device, problem.x.dtype)
+    now = beside_dense(problem.torch_forward, dense, timer, seconds)["over_dense"]
     if now > (1 + ALLOWED) * cell.over_dense:
-        now = min(now, beside_dense(problem, timer, seconds)["over_dense"])
+        now = min(now, beside_dense(problem.torch_forward, dense, timer, seconds)["over_dense"])
     change = now / cell.over_dense - 1
     row = {"shape": cell.shape.name, "weight_layout": cell.shape.weight_layout, "dtype": cell.dtype}
     row |= {"routing": cell.routing, "tokens": cell.tokens, "recorded": cell.over_dense, "now": now}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
+from benchmarks.record import write_record
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
@@ -133,9 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.environ["TRITON_CACHE_DIR"] = empty
         found = measure(shapes, tokens, target, lambda kernels: compile_apart(kernels, options.processes))
     record = {"provenance": provenance("benchmarks.compile_time"), "arch": target.arch, "processes": options.processes}
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record | found, indent=1) + "\n")
+    write_record(options.output, record | found)
     print(show(found, options.processes))
 
 

@@ -10,7 +10,6 @@ cache, and written, to the disk. CPU time is of all threads.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.loading import machine, write_layer, write_random
 from benchmarks.provenance import provenance
-from benchmarks.record import table
+from benchmarks.record import table, write_record
 from moe_core.base.files import whole_file
 from moe_core.checkpoint import convert_checkpoint
 from moe_core.formats import format_named
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output:
         facts = provenance("benchmarks.convert") | machine() | {"load_average": load, "rounds": options.rounds}
         sizes = {"experts": options.experts, "qwen3_moe": [d_model, d_ff], "gpt_oss": [width, width]}
-        options.output.write_text(json.dumps({"provenance": facts, "sizes": sizes, "rows": rows}, indent=1) + "\n")
+        write_record(options.output, {"provenance": facts, "sizes": sizes, "rows": rows})
     return 0
 
 

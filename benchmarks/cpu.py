@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import pathlib
@@ -35,6 +34,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import moe_jax.nnx
 import moe_torch
 from benchmarks.provenance import provenance
+from benchmarks.record import write_record
 from moe_core.base.threads import blas_kernels
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import RouterSpec
@@ -260,8 +260,7 @@ def main() -> None:
                     line = [f"{name} {ms:.2f}" for name, ms in times.items()]
                     line += [f"{name} {ratio:.2f}" for name, ratio in ratios.items()]
                     print(*cell.values(), "|", *line, flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

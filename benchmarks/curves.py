@@ -1,16 +1,13 @@
 """Loss curves of both frameworks, out of records of examples/compare_training.py.
 
-    python -m benchmarks.curves benchmarks/results/training-curves-h200.json --output docs/figures/training-h200.svg
+    python -m benchmarks.figures curves benchmarks/results/training-curves-h200.json --output training-h200.svg
 
 Above, the loss of every step; below, how far the two are apart. Equal records give equal files.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +56,3 @@ def plot(record: Path, output: Path) -> Path:
     with theme.drawing(output.suffix[1:]):
         theme.save(draw(json.loads(record.read_text())), output)
     return output
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plot the curves of the named record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, metavar="RECORD")
-    parser.add_argument("--output", type=Path, required=True, help="the figure: a .svg or .png file")
-    options = parser.parse_args(arguments)
-    print(plot(options.record, options.output))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

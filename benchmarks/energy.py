@@ -10,7 +10,6 @@ used is read before and after. Parity comes first, as in `forward` and `training
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from benchmarks.draws import SEED
 from benchmarks.peers import PEERS, check_peer, why_not_importable
 from benchmarks.problem import checked_tokens, draw_problem, expected, relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table
+from benchmarks.record import reason_of, table, write_record
 from benchmarks.shapes import ALL_SHAPES, Shape
 from benchmarks.sustained import Meter, sustained
 from benchmarks.timing import GraphTimer, free_memory
@@ -146,9 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record["rows"] += run_cell(cell, lambda call: timer.capture(call).replay, meter, options.seconds, given)
         free_memory()
         print(show(record["rows"][-4:]), file=sys.stderr, flush=True)
-        if options.output is not None:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.output, record)
     print(show(record["rows"]))
     return 1 if any("not_timed" in row and row["implementation"] == "moebius" for row in record["rows"]) else 0
 

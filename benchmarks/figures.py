@@ -1,4 +1,8 @@
-"""Every figure of the documents, from recorded results: `python -m benchmarks.figures`, or `make figures`.
+"""Figures from recorded results: all those of the documents, or one kind of some records.
+
+    python -m benchmarks.figures                       # or `make figures`
+    python -m benchmarks.figures plot RECORD ... --output FOLDER
+    python -m benchmarks.figures curves RECORD --output FILE.svg
 
 The figures of performance come from records and are drawn by matplotlib (extra `bench`); the drawings of how things
 work come from tools.drawings, logo and badges from tools.brand. With newer records, change the names below.
@@ -8,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import bars, curves, monitored, parallel_figures, plot
@@ -43,11 +47,30 @@ def draw(output: Path) -> list[Path]:
     return written + drawings.draw(output) + brand.draw(output)
 
 
+#: By kind, a function of records, the output (a folder, or of one record a file) and `svg` or `png`, and its files.
+KINDS: dict[str, Callable[[list[Path], Path, str], list[Path]]] = {
+    "plot": plot.plot,
+    "bars": bars.plot,
+    "curves": lambda records, output, _: [curves.plot(records[0], output)],
+    "monitored": lambda records, output, _: [monitored.plot(records[0], output)],
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw all figures."""
+    """Draw; 2 with a message where the records cannot be drawn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=FIGURES, help="folder of the figures (default: docs/figures)")
-    print("\n".join(map(str, draw(parser.parse_args(arguments).output))))
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="of figures of the records (default: all of the pages)")
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD", help="one of curves and monitored")
+    parser.add_argument("--output", type=Path, default=FIGURES, help="folder or file (default: docs/figures)")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="of plot and bars")
+    options = parser.parse_args(arguments)
+    if options.kind and (not options.records or (len(options.records) > 1 and options.kind in ("curves", "monitored"))):
+        parser.error(f"{options.kind} must have a record, and curves and monitored just one; name it")
+    try:
+        written = KINDS[options.kind](options.records, options.output, options.format) if options.kind else None
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(map(str, draw(options.output) if written is None else written)))
     return 0
 
 

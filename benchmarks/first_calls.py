@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import provenance
+from benchmarks.record import write_record
 
 NUM_EXPERTS, TOP_K, D, F = 8, 2, 256, 128
 ROWS = ("torch moe", "torch prepare_moe", "torch layer", "jax moe", "jax jit(moe)", "jax jit(layer)")
@@ -123,8 +124,7 @@ def main() -> None:
         rows.append({"row": row, "tokens": options.tokens} | made)
         print(f"| {row} | {made['import']:.1f} | {made['first']:.2f} | {made['call']:.0f} |", flush=True)
     if options.output:
-        record = {"provenance": provenance("benchmarks.first_calls"), "rows": rows}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.output, {"provenance": provenance("benchmarks.first_calls"), "rows": rows})
 
 
 if __name__ == "__main__":

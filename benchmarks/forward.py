@@ -8,6 +8,7 @@ timed; a peer that disagrees is not timed and makes the run fail. benchmarks/REA
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -31,8 +32,8 @@ from benchmarks.budget import Budget
 from benchmarks.draws import load_of
 from benchmarks.large import run_large
 from benchmarks.libraries.recorded import add_recorded, read_recorded
-from benchmarks.options import Options, parse
-from benchmarks.peers import add_peer, dense_forwards, why_not_importable
+from benchmarks.options import parse
+from benchmarks.peers import add_peer, beside_dense, dense_forwards, why_not_timed
 from benchmarks.problem import Problem, checked_tokens, draw_problem, expected, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.record import (
@@ -44,9 +45,10 @@ from benchmarks.record import (
     reasons,
     standings,
     table,
+    write_record,
 )
 from benchmarks.shapes import Shape
-from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
+from benchmarks.timing import GraphTimer, free_memory
 from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
 from moe_core.runtime.devices import target_of
@@ -103,19 +105,9 @@ def measure(problem: Problem, timer: Any, target: Target) -> dict[str, Any]:
     chain = timer.device_time_of_jax_chain(jax_step, jax_x, tuple(jax_arguments), length)
     row["torch_device_us"] = (before + timer.device_time_of_chain(step, length)) / 2
     row["jax_device_us"], row["jax_callbacks"] = chain.us, chain.callbacks
-    row |= beside_dense(problem, timer)
-    dense = dense_forwards(shape, tokens, problem.x.device, problem.x.dtype)[row["dense_layout"]]
-    return row | sustained.beside(row, "dense", problem.torch_forward, dense, timer)
-
-
-def beside_dense(problem: Problem, timer: Any, seconds: float = 1.0) -> dict[str, Any]:
-    """Ours and the dense products of both weight layouts by turns: the faster one's layout and time, and ours over it,
-    the median over rounds."""
-    dense = dense_forwards(problem.shape, problem.tokens, problem.x.device, problem.x.dtype)
-    rounds = timer.rounds({"ours": problem.torch_forward, **dense}, seconds=seconds)
-    times = medians(rounds)
-    best = min(dense, key=times.__getitem__)
-    return {"dense_us": times[best], "dense_layout": best, "over_dense": paired_ratio(rounds, "ours", best)}
+    dense = dense_forwards(shape, tokens, problem.x.device, problem.x.dtype)
+    row |= beside_dense(problem.torch_forward, dense, timer)
+    return row | sustained.beside(row, "dense", problem.torch_forward, dense[row["dense_layout"]], timer)
 
 
 def _route(problem: Problem) -> Any:
@@ -123,7 +115,7 @@ def _route(problem: Problem) -> Any:
     return moe_torch.make_layout(routing.ids, problem.shape.num_experts)
 
 
-def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Options, budget: Budget) -> None:
+def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: argparse.Namespace, budget: Budget) -> None:
     """The figures of every peer, or why it has none, and the breakdowns of ours and of triton_kernels."""
     row |= {"peer_errors": {}, "not_timed": {}, "red_peers": []}
     if options.batch_invariant:
@@ -131,12 +123,8 @@ def add_peers(row: dict[str, Any], problem: Problem, timer: Any, options: Option
     if options.breakdown:
         row["breakdown"] = {"ours": summarize(timer.kernels(problem.torch_forward))}
     for peer in options.peers:
-        reason = peer.unsuited(problem.shape) or why_not_importable(peer)
-        if reason is None and not options.everywhere:
-            reason = peer.why_left_out(problem.shape, problem.tokens)
         seconds = budget.left(peer.kept)
-        if reason is None and seconds <= 0:
-            reason = "the time of the cell was spent"
+        reason = why_not_timed(peer, problem.shape, problem.tokens, seconds, everywhere=options.everywhere)
         if reason is None:
             ours = problem.experts_forward() if peer.experts_alone else problem.torch_forward
             reason = add_peer(row, peer, problem, timer, seconds, {"ours": ours})
@@ -159,7 +147,7 @@ def add_batch_invariant(row: dict[str, Any], problem: Problem, timer: Any) -> No
     row["batch_invariant_us"] = timer.time(lambda: problem.torch_forward(spec))
 
 
-def warmup(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, Any]:
+def warmup(shape: Shape, experts: ExpertWeights, options: argparse.Namespace) -> dict[str, Any]:
     """Compile what the cells of a shape need, several kernels at a time, and say what it took."""
     problem = draw_problem(shape, "balanced", 1, experts, options.seed)
     specs = [problem.spec, problem.batch_invariant_spec] if options.batch_invariant else [problem.spec]
@@ -174,7 +162,7 @@ def warmup(shape: Shape, experts: ExpertWeights, options: Options) -> dict[str, 
     }
 
 
-def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
+def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
     figures, recorded, target = read_vllm_figures(), read_recorded(), target_of((device, 0))
     record: dict[str, Any] = {
@@ -208,7 +196,7 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
             del problem
             free_memory()
             print(f"{shape.name} {routing} {tokens}: {row['torch_us']:.1f} us", file=sys.stderr, flush=True)
-            _write(record, options)
+            write_record(options.output, record)
         del weights
         plain.forget_compiled()
         jax.clear_caches()
@@ -216,14 +204,8 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
     if options.large:
         with torch.no_grad():
             record["large"] = run_large(device)
-        _write(record, options)
+        write_record(options.output, record)
     return record
-
-
-def _write(record: dict[str, Any], options: Options) -> None:
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def show(record: dict[str, Any]) -> str:

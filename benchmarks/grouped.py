@@ -10,7 +10,6 @@ calls of jitted functions, whose device time a chain of calls gives (`chain`, fo
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +23,7 @@ import moe_jax
 import moe_torch
 from benchmarks.options import numbers_of_tokens
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table
+from benchmarks.record import reason_of, table, write_record
 from benchmarks.timing import EagerTimer, GraphTimer, medians, paired_ratio
 
 #: Relative Frobenius error between both contestants: bf16 roundings.
@@ -177,8 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(show(rows))
     if options.output:
         made = {"shape": list(options.shape), "dtype": options.dtype, "rows": rows}
-        record = provenance("benchmarks.grouped") | made
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.output, provenance("benchmarks.grouped") | made)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and two axes, with a batch that they split. Results must agree, or the exit stat
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.provenance import provenance
-from benchmarks.record import table
+from benchmarks.record import table, write_record
 from moe_jax import layers
 from moe_jax.bridge.ffi import callback_count
 from moe_jax.parallel import ExchangeSpec, ExpertAxis
@@ -189,8 +188,7 @@ def main() -> int:
     for part in options.parts:
         rows += PARTS[part](sizes, options.calls)
     record = {"provenance": provenance("benchmarks.jax_layers"), "sizes": sizes, "rows": rows}
-    if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.output, record)
     print(table(rows, COLUMNS), flush=True)
     wrong = [row for row in rows if not row["difference"] <= TOLERANCE]
     print(*(f"differs by {row['difference']:.1e} of the norm: {row['way']}" for row in wrong), sep="\n", flush=True)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import provenance
-from benchmarks.record import table
+from benchmarks.record import table, write_record
 
 #: What a peak may be, over the bytes of the weights.
 ALLOWED = 1.2
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append({"storage": storage, "front_end": front_end, **json.loads(done.stdout)})
     print(table(rows, _COLUMNS))
     if options.output:
+        facts = provenance("benchmarks.loading") | machine()
         sizes = {"experts": options.experts, "d_model": options.width, "d_ff": options.width}
-        record = {"provenance": provenance("benchmarks.loading") | machine(), "sizes": sizes, "rows": rows}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.output, {"provenance": facts, "sizes": sizes, "rows": rows})
     return int(any(row["peak_over_weights"] > ALLOWED for row in rows))
 
 

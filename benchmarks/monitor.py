@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import write_record
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import RouterSpec
 
@@ -161,9 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shares = [100 * results[name][kind] for kind in ("share", "inside")]
         print(f"{name} on {device}: {shares[0]:.2f} % of a step more, {shares[1]:.2f} % inside of the monitor")
         results[name]["device"] = device
-    if options.output is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "output"}
-        options.output.write_text(json.dumps({"settings": settings, "results": results}, indent=1) + "\n")
+    settings = {name: value for name, value in vars(options).items() if name != "output"}
+    write_record(options.output, {"settings": settings, "results": results})
     return 0
 
 

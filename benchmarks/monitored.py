@@ -1,16 +1,13 @@
 """Load of each expert while a model trains, out of a record of examples/watch_router.py.
 
-    python -m benchmarks.monitored benchmarks/results/monitor-cpu.json --output docs/figures/monitor.svg
+    python -m benchmarks.figures monitored benchmarks/results/monitor-cpu.json --output docs/figures/monitor.svg
 
 One panel of each run, under the other, so that a phone shows them: experts by steps, coloured by load over the mean.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +56,3 @@ def plot(record: Path, output: Path) -> Path:
     with theme.drawing(output.suffix.removeprefix(".")):
         theme.save(draw(json.loads(record.read_text())), output)
     return output
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the figure of a record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    print(plot(options.record, options.output))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

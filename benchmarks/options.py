@@ -6,40 +6,18 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.draws import ROUTINGS, SEED
-from benchmarks.peers import PEERS, Peer, why_not_importable
-from benchmarks.shapes import ALL_SHAPES, ALL_TOKENS, SHAPES, TOKENS, Shape
+from benchmarks.peers import PEERS, why_not_importable
+from benchmarks.shapes import ALL_SHAPES, ALL_TOKENS, SHAPES, TOKENS
 from benchmarks.traces import is_trace, traced_layer
 from moe_core.errors import InvalidInput, Unsupported
 
 DTYPES = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run. partial: a record may lack required peers. everywhere: peers that are timed at few numbers of tokens
-    are timed at all. cell_seconds: the time of one cell, on average within its shape. batch_invariant: ours is timed
-    with one summation order for every number of tokens, too."""
-
-    shapes: tuple[Shape, ...]
-    tokens: tuple[int, ...]
-    routings: tuple[str, ...]
-    peers: tuple[Peer, ...]
-    output: Path | None
-    seed: int
-    dtype: str
-    cell_seconds: float
-    everywhere: bool
-    batch_invariant: bool
-    breakdown: bool
-    large: bool
-    partial: bool
-
-
-def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
+def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = f"of {', '.join(ALL_SHAPES)}; `all` or `none` of them (default: %(default)s)"
@@ -60,38 +38,26 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--output", type=Path, help="write the record here, after every cell")
     parser.add_argument("--partial", action="store_true", help="let a record lack required peers, and say so in it")
-    found = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     chosen = functools.partial(chosen_names, parser)
-    tokens = ALL_TOKENS if found.tokens == "all" else numbers_of_tokens(parser, found.tokens)
-    shapes = ",".join(ALL_SHAPES) if found.shapes == "all" else found.shapes
-    if not found.cell_seconds > 0:
-        parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")
-    traces = [name for name in found.routing.split(",") if is_trace(name)]
+    options.tokens = ALL_TOKENS if options.tokens == "all" else numbers_of_tokens(parser, options.tokens)
+    shapes = ",".join(ALL_SHAPES) if options.shapes == "all" else options.shapes
+    if not options.cell_seconds > 0:
+        parser.error(f"--cell-seconds must be positive, got {options.cell_seconds}")
+    traces = [name for name in options.routing.split(",") if is_trace(name)]
     for name in traces:
         try:
             traced_layer(name)
         except (InvalidInput, Unsupported) as error:
             parser.error(str(error))
-    routings = chosen("--routing", found.routing, [*ROUTINGS, *traces])
+    routings = chosen("--routing", options.routing, [*ROUTINGS, *traces])
     known = [ALL_SHAPES[name] for name in chosen("--shapes", shapes, list(ALL_SHAPES))]
-    layout = found.weight_layout
-    options = Options(
-        shapes=tuple(dataclasses.replace(shape, weight_layout=layout or shape.weight_layout) for shape in known),
-        tokens=tokens,
-        # Balanced first: the others are compared with it.
-        routings=tuple(routing for routing in (*ROUTINGS, *traces) if routing in routings),
-        peers=tuple(PEERS[name] for name in chosen("--peers", found.peers, list(PEERS))),
-        output=found.output,
-        seed=found.seed,
-        dtype=found.dtype,
-        cell_seconds=found.cell_seconds,
-        everywhere=found.everywhere,
-        batch_invariant=found.batch_invariant,
-        breakdown=found.breakdown,
-        large=found.large,
-        partial=found.partial,
-    )
+    layout = options.weight_layout
+    options.shapes = tuple(dataclasses.replace(shape, weight_layout=layout or shape.weight_layout) for shape in known)
+    # Balanced first: the others are compared with it.
+    options.routings = tuple(routing for routing in (*ROUTINGS, *traces) if routing in routings)
+    options.peers = tuple(PEERS[name] for name in chosen("--peers", options.peers, list(PEERS)))
     if not (options.shapes and options.routings) and not options.large:
         parser.error("there is nothing to run; name --shapes and --routing, or give --large")
     if options.output is not None and not options.partial:
@@ -118,7 +84,7 @@ def numbers_of_tokens(parser: argparse.ArgumentParser, text: str, option: str = 
     return tuple(map(int, tokens))
 
 
-def what_a_record_lacks(options: Options) -> str:
+def what_a_record_lacks(options: argparse.Namespace) -> str:
     """Required peers that were not asked for or cannot be imported, and how to get them; "" where there are none."""
     if not options.shapes:
         return ""

@@ -228,6 +228,13 @@ def why_not_importable(peer: Peer | str) -> str | None:
     return f"{module} cannot be imported; {fix}"
 
 
+def why_not_timed(peer: Any, shape: Shape, num_tokens: int, seconds: float, *, everywhere: bool = False) -> str | None:
+    """Why a peer of forwards or steps is not timed in a cell that has so many seconds left, or None."""
+    left_out = None if everywhere else peer.why_left_out(shape, num_tokens)
+    spent = "the time of the cell was spent" if seconds <= 0 else None
+    return peer.unsuited(shape) or why_not_importable(peer.name) or left_out or spent
+
+
 def add_peer(
     row: dict[str, Any],
     peer: Peer,
@@ -305,6 +312,17 @@ def check_peer(peer: Peer, problem: Problem, output: torch.Tensor) -> float:
     if not error < peer.tolerance:
         raise ParityIsRed(f"parity of {peer.name} is red: error {error:.3g}, at most {peer.tolerance:g} is allowed")
     return error
+
+
+def beside_dense(
+    ours: Callable[[], Any], dense: Mapping[str, Callable[[], Any]], timer: Any, seconds: float = 1.0
+) -> dict[str, Any]:
+    """Ours and the dense products of both weight layouts by turns: the faster one's layout and time, and ours over it,
+    the median over rounds."""
+    rounds = timer.rounds({"ours": ours, **dense}, seconds=seconds)
+    times = medians(rounds)
+    best = min(dense, key=times.__getitem__)
+    return {"dense_us": times[best], "dense_layout": best, "over_dense": paired_ratio(rounds, "ours", best)}
 
 
 def dense_forwards(

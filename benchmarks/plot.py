@@ -1,6 +1,6 @@
 """Plots of records of benchmarks.forward: time, and fraction of the bound, against the number of tokens.
 
-    python -m benchmarks.plot benchmarks/results/forward-peers-h200.json --output docs/figures/
+    python -m benchmarks.figures plot benchmarks/results/forward-peers-h200.json --output docs/figures/
 
 One file per routing and quantity (`time-balanced.svg`, `fraction-balanced.svg`), a panel per shape, and a roofline
 (`roofline-balanced.svg`): FLOPs per second against FLOPs per byte of weights, all shapes together. Records may hold
@@ -10,9 +10,7 @@ equal files. Needs matplotlib (extra `bench`).
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,22 +199,3 @@ def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
             theme.save(figure, path)
             written.append(path)
     return written
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plot; 2 with a message where the records cannot be plotted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    options = parser.parse_args(arguments)
-    try:
-        written = plot(options.records, options.output, options.format)
-    except ValueError as error:
-        parser.error(str(error))
-    print("\n".join(map(str, written)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -88,8 +88,8 @@ class Problem:
 
     def plan(self, target: Target) -> LaunchPlan:
         """What torch_forward runs on a target."""
-        logits = RouterLogits(_spec_of(self.logits))
-        return plan_moe(_spec_of(self.x), map_arrays(self.experts, _spec_of), logits, self.spec, target)
+        logits = RouterLogits(spec_of(self.logits))
+        return plan_moe(spec_of(self.x), map_arrays(self.experts, spec_of), logits, self.spec, target)
 
     def allowed_scratch(self) -> int:
         """Bytes a plan's scratch may take: T * K rows of F activations and of D results, and 2 MB."""
@@ -97,7 +97,8 @@ class Problem:
         return self.tokens * shape.top_k * (shape.d_ff + shape.d_model) * self.x.itemsize + _SCRATCH_ALLOWANCE
 
 
-def _spec_of(array: torch.Tensor) -> ArraySpec:
+def spec_of(array: torch.Tensor) -> ArraySpec:
+    """Shape and dtype of a tensor."""
     return ArraySpec(tuple(array.shape), str(array.dtype).removeprefix("torch."))
 
 

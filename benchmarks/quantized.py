@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -37,7 +36,7 @@ from benchmarks.budget import Budget
 from benchmarks.draws import SEED, load_of
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.peers import TOLERANCE as PEER_TOLERANCE
-from benchmarks.peers import Peer, add_peer, dense_forwards, why_not_importable
+from benchmarks.peers import Peer, add_peer, dense_forwards, why_not_importable, why_not_timed
 from benchmarks.problem import Problem, relative_error
 from benchmarks.provenance import provenance
 from benchmarks.quantized_peers import NAME, upstream_peer, why_not_upstream
@@ -51,7 +50,7 @@ from benchmarks.quantized_problem import (
     stored_bytes,
     with_static_scales,
 )
-from benchmarks.record import STREAMING_BYTES_PER_US, reasons, table
+from benchmarks.record import STREAMING_BYTES_PER_US, reasons, table, write_record
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import GraphTimer, KernelSpan, free_memory
 from moe_core.formats import why_not_tileable
@@ -163,9 +162,7 @@ def add_upstream(
 ) -> None:
     """triton_kernels' figures, or why it has none. peer: a string is the reason; seconds: what it may take; ours: the
     forward `torch`, and that with given scales, `static_scales`, if there is one."""
-    reason = peer if isinstance(peer, str) else peer.why_left_out(problem.shape, problem.tokens)
-    if reason is None and seconds <= 0:
-        reason = "the time of the cell was spent"
+    reason = peer if isinstance(peer, str) else why_not_timed(peer, problem.shape, problem.tokens, seconds)
     if reason is None and isinstance(peer, Peer):
         reason = add_peer(row, peer, problem, timer, seconds, ours)
         free_memory()
@@ -256,9 +253,7 @@ def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
             budget.finish_cell()
             rows.append(row)
             progress(describe(row))
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.output, record)
         del experts, plain, peer
         jax.clear_caches()
         free_memory()

@@ -115,6 +115,13 @@ def reasons(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"{peer}: {reason} ({', '.join(cells)})" for (peer, reason), cells in places.items())
 
 
+def write_record(output: Path | None, record: Mapping[str, Any]) -> None:
+    """Write a record where an output is named."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def reason_of(error: Exception) -> str:
     """Why something has no figure: the kind of error and its first line."""
     lines = str(error).strip().splitlines() or [""]

@@ -25,7 +25,7 @@ import moe_torch
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.provenance import provenance
 from benchmarks.shapes import ALL_SHAPES
-from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
+from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio, peak_bytes
 from benchmarks.training_problem import TrainingProblem, arguments, draw_parameters, draw_training_problem, torch_step
 from moe_core.specs import TokenRounding
 
@@ -91,15 +91,6 @@ def check(problem: TrainingProblem, rounding: TokenRounding, row: dict[str, Any]
     return True
 
 
-def peak_bytes(step: Callable[[], Any]) -> int:
-    """What a step takes of torch's memory at most, beside what is there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def measure(problem: TrainingProblem, rounding: TokenRounding, row: dict[str, Any], seconds: float) -> None:
     """Add times and memory to a row."""
     steps: dict[str, Callable[[], Any]] = {
@@ -107,7 +98,7 @@ def measure(problem: TrainingProblem, rounding: TokenRounding, row: dict[str, An
         "stages": lambda: staged_step(problem, None),
         "rounded": lambda: staged_step(problem, rounding),
     }
-    row["peak_mb"] = {name: round(peak_bytes(step) / 1e6, 1) for name, step in steps.items()}
+    row["peak_mb"] = {name: round(peak_bytes(step)[1] / 1e6, 1) for name, step in steps.items()}
     rounds = GraphTimer().rounds(steps, repeats=60, seconds=seconds)
     row["us"] = {name: round(value, 1) for name, value in medians(rounds).items()}
     row["rounded_over"] = {name: paired_ratio(rounds, "rounded", name) for name in ("moe", "stages")}

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.problem import Problem, draw_problem
 from benchmarks.provenance import provenance
-from benchmarks.record import table
+from benchmarks.record import table, write_record
 from benchmarks.shapes import ALL_SHAPES, SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
 from benchmarks.weights import draw_weights
@@ -157,9 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 problem = draw_problem(shape, "balanced", count, weights)
                 rows.append(measure(problem, target, timer, options.cell_seconds))
             print(show(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.output, record)
             del problem
             free_memory()
         del weights

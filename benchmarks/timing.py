@@ -216,6 +216,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def peak_bytes(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call gives, and what torch holds on the GPU at most beyond what it held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return call(), torch.cuda.max_memory_allocated() - before
+
+
 def kernel_spans(function: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[KernelSpan]:
     """What CUPTI saw on the device while the function ran, by start; `before` runs unseen.
 

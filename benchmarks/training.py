@@ -10,13 +10,12 @@ is not timed and the run fails; so it is for peers. benchmarks/README.md describ
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,14 @@ from benchmarks.budget import Budget, time_limit
 from benchmarks.draws import SEED, load_of
 from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.options import chosen_names, numbers_of_tokens
-from benchmarks.peers import ParityIsRed, why_not_importable
+from benchmarks.peers import ParityIsRed, beside_dense, why_not_timed
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, reasons, table
-from benchmarks.shapes import ALL_SHAPES, Shape
+from benchmarks.record import reason_of, reasons, table, write_record
+from benchmarks.shapes import ALL_SHAPES
 from benchmarks.timing import GraphTimer, free_memory
 from benchmarks.training_peers import (
     TRAINING_PEERS,
     TrainingPeer,
-    beside_dense_step,
     dense_step,
     sample,
     time_training_peer,
@@ -70,21 +68,7 @@ _SHAPES, _TOKENS = ("qwen3", "gptoss120b", "mixtral"), (4096, 16384)
 _PEER_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What to run; see options.Options."""
-
-    shapes: tuple[Shape, ...]
-    tokens: tuple[int, ...]
-    peers: tuple[TrainingPeer, ...]
-    output: Path | None
-    seed: int
-    cell_seconds: float
-    everywhere: bool
-    breakdown: bool
-
-
-def parse(arguments: Sequence[str] | None) -> TrainingOptions:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -105,18 +89,10 @@ def parse(arguments: Sequence[str] | None) -> TrainingOptions:
     shapes = chosen_names(parser, "--shapes", found.shapes, list(ALL_SHAPES))
     if not shapes:
         parser.error("there is nothing to run; name --shapes")
-    return TrainingOptions(
-        shapes=tuple(ALL_SHAPES[name] for name in shapes),
-        tokens=numbers_of_tokens(parser, found.tokens),
-        peers=tuple(
-            TRAINING_PEERS[name] for name in chosen_names(parser, "--peers", found.peers, list(TRAINING_PEERS))
-        ),
-        output=found.output,
-        seed=found.seed,
-        cell_seconds=found.cell_seconds,
-        everywhere=found.everywhere,
-        breakdown=found.breakdown,
-    )
+    peers = chosen_names(parser, "--peers", found.peers, list(TRAINING_PEERS))
+    found.shapes, found.peers = [ALL_SHAPES[name] for name in shapes], [TRAINING_PEERS[name] for name in peers]
+    found.tokens = numbers_of_tokens(parser, found.tokens)
+    return found
 
 
 def check(problem: TrainingProblem, row: dict[str, Any]) -> Step | None:
@@ -147,6 +123,8 @@ def measure(problem: TrainingProblem, row: dict[str, Any], timer: Any, target: T
     device, spec = problem.gradient.device, problem.spec
     # Few enough to be quick, enough for XLA to make a graph of them.
     length = 6 if problem.tokens <= 4096 else 3
+    step = functools.partial(torch_step, problem)
+    dense = functools.partial(dense_step, problem.shape, problem.tokens, device)
 
     def forward() -> Any:
         return moe_torch.moe(*arguments(problem.leaves()), spec).output
@@ -171,24 +149,18 @@ def measure(problem: TrainingProblem, row: dict[str, Any], timer: Any, target: T
         return dict(zip(("scratch_forward_bytes", "scratch_backward_bytes"), sizes, strict=True))
 
     figures: dict[str, Callable[[], dict[str, Any]]] = {
-        "torch": lambda: {"torch_us": timer.time(lambda: torch_step(problem))},
+        "torch": lambda: {"torch_us": timer.time(step)},
         "forward": lambda: {"forward_us": timer.time(forward)},
-        "dense": lambda: beside_dense_step(problem.shape, problem.tokens, lambda: torch_step(problem), timer, device),
+        "dense": lambda: beside_dense(step, {name: dense(name) for name in ("in_out", "out_in")}, timer),
         "scratch": scratch,
         "memory": lambda: memory(problem),
         "torch device": device_time,
     }
-    figures["sustained"] = lambda: sustained.beside(
-        row,
-        "dense",
-        lambda: torch_step(problem),
-        dense_step(problem.shape, problem.tokens, device, row.get("dense_layout", "in_out")),
-        timer,
-    )
+    figures["sustained"] = lambda: sustained.beside(row, "dense", step, dense(row.get("dense_layout", "in_out")), timer)
     if "jax" not in row["not_timed"]:
         figures["jax"] = jax_device_time
     if breakdown:
-        figures["breakdown"] = lambda: {"breakdown": {"ours": summarize(timer.kernels(lambda: torch_step(problem)))}}
+        figures["breakdown"] = lambda: {"breakdown": {"ours": summarize(timer.kernels(step))}}
     for name, figure in figures.items():
         _attempt(row, name, figure)
 
@@ -226,17 +198,13 @@ def add_peers(
     problem: TrainingProblem,
     wanted: dict[str, torch.Tensor],
     timer: Any,
-    options: TrainingOptions,
+    options: argparse.Namespace,
     budget: Budget,
 ) -> None:
     """The figures of every peer, or why it has none. wanted: what their gradients are compared with."""
     for peer in options.peers:
-        reason = peer.unsuited(problem.shape) or why_not_importable(peer.name)
-        if reason is None and not options.everywhere:
-            reason = peer.why_left_out(problem.shape, problem.tokens)
         seconds = budget.left()
-        if reason is None and seconds <= 0:
-            reason = "the time of the cell was spent"
+        reason = why_not_timed(peer, problem.shape, problem.tokens, seconds, everywhere=options.everywhere)
         if reason is not None:
             row["not_timed"][peer.name] = reason
             continue
@@ -269,7 +237,7 @@ def _attempt(row: dict[str, Any], name: str, figures: Callable[[], dict[str, Any
 
 
 def run_cell(
-    problem: TrainingProblem, timer: Any, target: Target, options: TrainingOptions, budget: Budget
+    problem: TrainingProblem, timer: Any, target: Target, options: argparse.Namespace, budget: Budget
 ) -> dict[str, Any]:
     """The row of one problem."""
     row: dict[str, Any] = {"shape": problem.shape.name, "routing": "router", "tokens": problem.tokens, "mode": "step"}
@@ -289,7 +257,7 @@ def run_cell(
     return row
 
 
-def run(options: TrainingOptions, timer: Any, device: str) -> dict[str, Any]:
+def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
     figures, recorded, target = read_sonicmoe_figures(), read_recorded(), target_of((device, 0))
     record: dict[str, Any] = {
@@ -314,9 +282,7 @@ def run(options: TrainingOptions, timer: Any, device: str) -> dict[str, Any]:
             free_memory()
             outcome = row.get("refused") or f"{row.get('torch_us', float('nan')):.1f} us"
             print(f"{shape.name} {tokens}: {outcome} ({row['seconds']:.1f} s)", file=sys.stderr, flush=True)
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.output, record)
         del parameters
         jax.clear_caches()
         free_memory()

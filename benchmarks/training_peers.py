@@ -21,7 +21,7 @@ from benchmarks.libraries import sonicmoe
 from benchmarks.peers import ParityIsRed
 from benchmarks.problem import relative_error
 from benchmarks.shapes import Shape
-from benchmarks.timing import medians, paired_ratio, paired_spread
+from benchmarks.timing import medians, paired_ratio, paired_spread, peak_bytes
 from benchmarks.training_problem import TrainingProblem, arguments, torch_step
 
 #: Peers round to bf16 between every two operations, there and back.
@@ -177,12 +177,9 @@ def beside(
     found: dict[str, Any] = {"turns": medians(rounds), "over": paired_ratio(rounds, "ours", peer.name)}
     found["spread"] = paired_spread(rounds, "ours", peer.name)
     if problem.gradient.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        gradients = step()
-        peak = torch.cuda.max_memory_allocated() - before - problem.gradient.nbytes
-        found["peak"] = (peak - sum(one.nbytes for one in gradients.values())) / problem.tokens
+        gradients, peak = peak_bytes(step)
+        results = problem.gradient.nbytes + sum(one.nbytes for one in gradients.values())
+        found["peak"] = (peak - results) / problem.tokens
     return found
 
 
@@ -226,13 +223,3 @@ def dense_step(shape: Shape, tokens: int, device: Any = "cuda", layout: str = "i
         product(x, d_wide)
 
     return step
-
-
-def beside_dense_step(shape: Shape, tokens: int, step: Callable[[], Any], timer: Any, device: Any) -> dict[str, Any]:
-    """A step and dense ones of both weight layouts by turns: the faster dense one's layout and time, and the step over
-    it, the median over rounds."""
-    dense = {layout: dense_step(shape, tokens, device, layout) for layout in ("in_out", "out_in")}
-    rounds = timer.rounds({"ours": step, **dense})
-    times = medians(rounds)
-    best = min(dense, key=times.__getitem__)
-    return {"dense_us": times[best], "dense_layout": best, "over_dense": paired_ratio(rounds, "ours", best)}

@@ -17,10 +17,9 @@ import torch
 import moe_jax
 import moe_torch
 from benchmarks.draws import SEED
-from benchmarks.problem import activate
+from benchmarks.problem import activate, spec_of
 from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
-from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.moe.backward import plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
@@ -80,18 +79,14 @@ class TrainingProblem:
 
     def scratch_bytes(self, target: Target) -> tuple[int, int]:
         """Scratch of the plans of forward and backward."""
-        specs = arguments({name: _spec_of(array) for name, array in self.arrays.items()})
+        specs = arguments({name: spec_of(array) for name, array in self.arrays.items()})
         wanted = tuple(f"d_{name}" for name in self.arrays)
-        gradients = OutputGradients(_spec_of(self.gradient))
+        gradients = OutputGradients(spec_of(self.gradient))
         forward = plan_moe(*specs, self.spec, target, options=ForwardOptions(save=True))
         backward = plan_moe_backward(
             gradients, MoEOperands(*specs), self.spec, target, options=BackwardOptions(wanted=wanted)
         )
         return forward.scratch_bytes, backward.scratch_bytes
-
-
-def _spec_of(array: torch.Tensor) -> ArraySpec:
-    return ArraySpec(tuple(array.shape), str(array.dtype).removeprefix("torch."))
 
 
 def arguments(arrays: Mapping[str, Any]) -> Arguments:

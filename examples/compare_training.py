@@ -1,7 +1,7 @@
 """Trains the same language model in PyTorch and in Flax, and says by how much they differ and where that begins.
 
     python examples/compare_training.py --output record.json
-    python -m benchmarks.curves record.json --output curves.svg
+    python -m benchmarks.figures curves record.json --output curves.svg
 
 First the ops of one forward, in order. On its own input an op is fed by the framework's own ops before it, and the
 first one that gives other bits is where the frameworks part. On the same input it is fed with the bits that Flax

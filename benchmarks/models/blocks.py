@@ -29,34 +29,16 @@ MODELS = {
     model.name: model
     for model in (
         Model(
-            "qwen3-30b-a3b",
-            "qwen3_moe",
-            "Qwen3MoeConfig",
-            "Qwen3MoeSparseMoeBlock",
-            48,
-            {
-                "hidden_size": 2048,
-                "moe_intermediate_size": 768,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": True,
-            },
+            "qwen3-30b-a3b", "qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock", 48,
+            {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+             "norm_topk_prob": True},
         ),
         Model(
-            "gpt-oss-120b",
-            "gpt_oss",
-            "GptOssConfig",
-            "GptOssMLP",
-            36,
-            {
-                "hidden_size": 2880,
-                "intermediate_size": 2880,
-                "num_local_experts": 128,
-                "num_experts_per_tok": 4,
-            },
+            "gpt-oss-120b", "gpt_oss", "GptOssConfig", "GptOssMLP", 36,
+            {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4},
         ),
     )
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

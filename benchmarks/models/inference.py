@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from benchmarks.models.blocks import MODELS, Blocks, Model
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.problem import relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table
+from benchmarks.record import reason_of, table, write_record
 from benchmarks.timing import EagerTimer, GraphTimer, free_memory, medians, paired_ratio, paired_spread
 
 SCHEMA = 1
@@ -42,20 +40,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run. layers: how many blocks with weights of their own."""
-
-    models: tuple[Model, ...]
-    tokens: tuple[int, ...]
-    implementations: tuple[str, ...]
-    layers: int
-    seconds: float
-    seed: int
-    output: Path | None
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
@@ -72,19 +57,14 @@ def parse(arguments: Sequence[str] | None) -> Options:
         parser.error("--implementations must have moebius, which the others are compared with")
     if found.layers < 1 or not found.seconds > 0:
         parser.error(f"--layers and --seconds must be positive, got {found.layers} and {found.seconds}")
-    return Options(
-        models=tuple(MODELS[name] for name in chosen_names(parser, "--models", found.models, list(MODELS))),
-        tokens=numbers_of_tokens(parser, found.tokens),
-        implementations=tuple(name for name in IMPLEMENTATIONS if name in implementations),
-        layers=found.layers,
-        seconds=found.seconds,
-        seed=found.seed,
-        output=found.output,
-    )
+    found.models = [MODELS[name] for name in chosen_names(parser, "--models", found.models, list(MODELS))]
+    found.tokens = numbers_of_tokens(parser, found.tokens)
+    found.implementations = [name for name in IMPLEMENTATIONS if name in implementations]
+    return found
 
 
 def runnable(
-    blocks: Blocks, x: torch.Tensor, options: Options
+    blocks: Blocks, x: torch.Tensor, options: argparse.Namespace
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float], dict[str, str]]:
     """By implementation: what is timed, its error to ours, and why it is not timed.
 
@@ -136,7 +116,9 @@ def capturable(
     return found
 
 
-def cell(model: Model, blocks: Blocks, tokens: int, options: Options, timers: tuple[Any, Any]) -> list[dict[str, Any]]:
+def cell(
+    model: Model, blocks: Blocks, tokens: int, options: argparse.Namespace, timers: tuple[Any, Any]
+) -> list[dict[str, Any]]:
     """The rows of one model and number of tokens: one per implementation, eager and as a graph."""
     eager_timer, graph_timer = timers
     parameter = next(blocks.parameters())
@@ -168,7 +150,7 @@ def cell(model: Model, blocks: Blocks, tokens: int, options: Options, timers: tu
     return rows + [{**where, "implementation": name, "not_timed": reason} for name, reason in reasons.items()]
 
 
-def run(options: Options, timers: tuple[Any, Any], device: str) -> dict[str, Any]:
+def run(options: argparse.Namespace, timers: tuple[Any, Any], device: str) -> dict[str, Any]:
     """The record of a run, written after every cell where an output is named."""
     record: dict[str, Any] = {"schema": SCHEMA, "provenance": provenance("benchmarks.models.inference")}
     record |= {"seed": options.seed, "layers": options.layers, "rows": []}
@@ -180,9 +162,7 @@ def run(options: Options, timers: tuple[Any, Any], device: str) -> dict[str, Any
             record["rows"] += rows
             print(show(rows), file=sys.stderr, flush=True)
             free_memory()
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.output, record)
         del blocks
         free_memory()
     return record

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.jax_layers import median_us
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table
+from benchmarks.record import reason_of, table, write_record
 
 #: Way -> options of its MaxText config.
 WAYS: dict[str, dict[str, Any]] = {
@@ -158,8 +158,7 @@ def main() -> int:
         rows = collect(options)
         wrong = compare(rows, options.folder)
     record = {"provenance": provenance("benchmarks.models.maxtext"), "sizes": TINY if options.tiny else SIZES}
-    if options.output:
-        options.output.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
+    write_record(options.output, record | {"rows": rows})
     print(table(rows, COLUMNS), *wrong, sep="\n", flush=True)
     return 1 if wrong else 0
 

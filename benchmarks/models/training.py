@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from benchmarks.draws import SEED
 from benchmarks.models.blocks import default_dtype
 from benchmarks.options import chosen_names
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table
+from benchmarks.record import reason_of, table, write_record
 from benchmarks.timing import EagerTimer, medians, paired_ratio, paired_spread
 
 SCHEMA = 1
@@ -54,20 +52,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run: sequences of `length` tokens, as many as give `tokens`."""
-
-    layers: int
-    tokens: int
-    length: int
-    implementations: tuple[str, ...]
-    seconds: float
-    seed: int
-    output: Path | None
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="of 48 (default: %(default)s)")
@@ -83,8 +68,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     names = chosen_names(parser, "--implementations", found.implementations, IMPLEMENTATIONS)
     if "moebius" not in names:
         parser.error("--implementations must have moebius, which the other is compared with")
-    chosen = tuple(name for name in IMPLEMENTATIONS if name in names)
-    return Options(found.layers, found.tokens, found.length, chosen, found.seconds, found.seed, found.output)
+    found.implementations = [name for name in IMPLEMENTATIONS if name in names]
+    return found
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
@@ -104,7 +89,7 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
     return 6 * active + 6 * config.num_hidden_layers * length * width
 
 
-def build(options: Options, device: Any) -> torch.nn.Module:
+def build(options: argparse.Namespace, device: Any) -> torch.nn.Module:
     """The model with random bf16 parameters."""
     configuration = importlib.import_module("transformers.models.qwen3_moe.configuration_qwen3_moe")
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
@@ -118,7 +103,7 @@ def build(options: Options, device: Any) -> torch.nn.Module:
 class Steps:
     """Training steps of one model under any experts implementation, with its own tokens and optimizer."""
 
-    def __init__(self, model: torch.nn.Module, options: Options) -> None:
+    def __init__(self, model: torch.nn.Module, options: argparse.Namespace) -> None:
         self._model: Any = model
         device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(options.seed)
@@ -156,7 +141,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
+def run(options: argparse.Namespace, timer: Any, device: str) -> dict[str, Any]:
     """The record of a run, written where an output is named."""
     model = build(options, device)
     flops = flops_per_token(model, options.length)
@@ -195,9 +180,7 @@ def run(options: Options, timer: Any, device: str) -> dict[str, Any]:
         row |= {"forward_backward_us": part_times[name], "optimizer_us": part_times["AdamW"]}
         row["over"] = paired_ratio(rounds, "moebius", name)
         row["spread"] = paired_spread(rounds, "moebius", name)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.output, record)
     return record
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import bars, figures, parallel_figures, theme
 from benchmarks.parallel_figures import pairs
-from benchmarks.plot import SERIES, main, plot, points, roofline_points
+from benchmarks.plot import SERIES, plot, points, roofline_points
 from benchmarks.record import SCHEMA
 from moe_core.parallel.machine import H200
 from tests.support.paths import ROOT
@@ -82,8 +82,8 @@ def test_points_of_a_record() -> None:
 
 def test_figures_name_their_records_and_need_no_framework(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path / "a.json", record(row(1), row(64), row(64, routing="zipf")))
-    code = "import sys; sys.modules.update(torch=None, jax=None, triton=None); import benchmarks.plot as p; p.main()"
-    command = [sys.executable, "-c", code, str(path), "--output", str(tmp_path / "figures")]
+    code = "import sys; sys.modules.update(torch=None, jax=None, triton=None); import benchmarks.figures as f; f.main()"
+    command = [sys.executable, "-c", code, "plot", str(path), "--output", str(tmp_path / "figures")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     names = ["time-balanced", "fraction-balanced", "time-zipf", "fraction-zipf"]
@@ -106,7 +106,7 @@ def test_figures_name_their_records_and_need_no_framework(tmp_path: pathlib.Path
 def test_refused_records(schemas: Any, message: str, tmp_path: pathlib.Path, capsys: Any) -> None:
     paths = [written(tmp_path / f"{n}.json", record(row(64), schema=schema)) for n, schema in enumerate(schemas)]
     with pytest.raises(SystemExit) as refused:
-        main([*map(str, paths), "--output", str(tmp_path / "figures")])
+        figures.main(["plot", *map(str, paths), "--output", str(tmp_path / "figures")])
     assert refused.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "figures").exists()
 
 

@@ -17,13 +17,13 @@ torch = pytest.importorskip("torch")
 flop_counter = pytest.importorskip("torch.utils.flop_counter")
 pytest.importorskip("jax")
 
-from benchmarks import forward, quantized, quantized_peers, sustained
+from benchmarks import forward, peers, quantized, quantized_peers, sustained
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.libraries import flashinfer, hugging_face, sonicmoe
 from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.parallel_cell import fitting
-from benchmarks.peers import PEERS, dense_forwards, time_peer, why_not_importable
+from benchmarks.peers import PEERS, beside_dense, dense_forwards, time_peer, why_not_importable
 from benchmarks.problem import Problem, expected
 from benchmarks.provenance import provenance
 from benchmarks.record import add_over_balanced, add_ratios, read_vllm_figures, reasons, standings, table
@@ -136,7 +136,7 @@ def test_the_dense_bounds_have_the_flops_of_the_layer() -> None:
 def test_the_faster_dense_products_are_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = {"ours": [30.0, 44.0, 50.0], "in_out": [12.0, 11.0, 10.0], "out_in": [10.0, 11.0, 9.0]}
     monkeypatch.setattr(CallingTimer, "rounds", lambda self, functions, seconds=1.0: rounds)
-    bound = forward.beside_dense(problem_of(TINY["qwen3"]), CallingTimer())
+    bound = beside_dense(min, dense_forwards(TINY["qwen3"], 2, "cpu"), CallingTimer())
     assert bound == {"dense_us": 10.0, "dense_layout": "out_in", "over_dense": 4.0}
 
 
@@ -235,7 +235,8 @@ def test_upstream_is_compared_before_it_is_timed(factor: float, red: bool, monke
         return lambda: factor * expected(problem, slice(None), quantized_peers.UPSTREAM_ACTIVATION)
 
     monkeypatch.setattr(quantized_peers, "_FORWARDS", dict.fromkeys(("fp8_tensor",), lambda experts: arithmetic))
-    monkeypatch.setattr(quantized, "why_not_importable", lambda peer: None)
+    for module in (peers, quantized):
+        monkeypatch.setattr(module, "why_not_importable", lambda peer: None)
     real = quantized.with_static_scales
 
     def saturating(cell: quantized.Cell, experts: Any) -> Any:

@@ -66,7 +66,9 @@ class CallingTimer:
         function()
         return self.us
 
-    def rounds(self, functions: Mapping[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, list[float]]:
+    def rounds(
+        self, functions: Mapping[str, Callable[[], Any]], repeats: int = 30, seconds: float = 1.0
+    ) -> dict[str, list[float]]:
         return {name: [self.time(function)] for name, function in functions.items()}
 
     def sustained(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
