@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from moe_core import InvalidInput, Unsupported
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
+from moe_core.ops.exchange.operands import Places
+from moe_core.ops.exchange.push import plan_push_slots
 from moe_core.ops.exchange.tables import MAX_COUNTS, plan_peer_places
 from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
 from moe_core.plan.steps import Constant, KernelLaunch
@@ -141,3 +144,15 @@ def test_wrong_arguments() -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             plan_peer_places(**(given | changes), target=H200)
+    at: dict[str, Any] = {"rank": 0, "num_rows": 0, "weights_at": ArraySpec((2,), "int64")}
+    slots, weights = ArraySpec((5, 2), "int32"), ArraySpec((5, 2), "float32")
+    for bad, message in (
+        ({"rank": 2}, "rank must be below 2"),
+        ({"rank": -1}, "rank must be"),
+        ({"num_rows": -1}, "num_rows must be"),
+        ({"weights_at": None}, "weights_at or sources_at must be given, got neither"),
+        ({"sources_at": ArraySpec((3,), "int64")}, "as many ranks"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            plan_push_slots(weights, Places(slots, slots), H200, **at | bad)
+    assert plan_push_slots(weights, Places(slots, slots), H200, **at | {"rank": 1}).steps

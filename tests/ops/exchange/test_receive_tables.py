@@ -216,7 +216,9 @@ def test_wrong_arguments() -> None:
         *(({name: value}, f"{name} must be") for name, value in (("rank", 2), ("rank", -1), ("top_k", 0))),
         *(({name: -1}, f"{name} must be") for name in ("num_rows", "num_tokens")),
         ({"spec": TableSpec("all_to_all", "slots", 2, 2, 4)}, "rows must be 'tokens' with mode='all_to_all'"),
-    ):
+        ({"spec": TableSpec("all_to_all", "tokens", 2, 2, 4), "came": ArraySpec((5, 4), "int32"), "header": None,
+          "counts": ArraySpec((2, 10), "int32"), "x": ArraySpec((4, 6), "float32")}, r"x must be \[5, d_model\]"),
+    ):  # fmt: skip
         given = {"came": came, "spec": spec, "rank": 0, "top_k": 2, "num_rows": 6, "num_tokens": 3, "header": header}
         with pytest.raises(InvalidInput, match=match):
             plan_receive_tables(**given | options, target=H200)
