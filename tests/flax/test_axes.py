@@ -63,6 +63,9 @@ def test_nnx_parameters_are_made_as_rules_of_maxtext_say(kind: AxisType) -> None
             assert layer.gate.kernel.get_value().sharding.spec == P(("fsdp", "expert"), None)
             layer.load_weights(draw_weights(SPEC))
             assert layer.wi_0.get_value().sharding.spec == P("expert", "fsdp", "tensor"), "weights go where they were"
+        with flax_nnx.logical_axis_rules((*RULES, ("activation_batch", ("data", "fsdp")))):
+            assert [layer._on_mesh((n, 6, D))["token_axes"] for n in (4, 3)] == [P(("fsdp",), ()), P(None, ())]
+            assert "token_axes" not in layer._on_mesh((D,)), "a token alone"
 
 
 def test_linen_parameters_are_named_as_rules_of_maxtext_say() -> None:

@@ -78,6 +78,23 @@ def test_a_layer_in_scan_and_checkpoint_beside_data_parallelism() -> None:
     jax.tree.map(lambda ours, other: np.testing.assert_array_equal(ours, 2 * np.asarray(other)), together[1], one[1])
 
 
+def test_second_derivatives_are_those_of_one_device() -> None:
+    problem = problem_of()
+    x, experts, ids, weights = arrays_of(problem)
+    call = shard(lambda *given: rank_forward(*given).output)
+    whole = to_jax(problem.experts)
+    outputs = (
+        lambda x, weights: call(x, experts, ids, weights),
+        lambda x, weights: moe_jax.moe(x, whole, TopK(ids, weights), PLAIN).output,
+    )
+    with running_on("reference"):
+        found = []
+        for output in outputs:
+            slope = jax.grad(lambda *given, output=output: jnp.sin(output(*given)).sum(), (0, 1))
+            found.append(jax.jit(lambda *moves, slope=slope: jax.jvp(slope, (x, weights), moves)[1])(x + 1, ids + 0.5))
+    jax.tree.map(lambda ours, other: np.testing.assert_allclose(ours, other, 1e-5, 1e-4), *found)
+
+
 @pytest.mark.parametrize("mode", ["all_to_all", "padded"])
 def test_programs_for_gpus_hold_the_collectives_that_the_mode_names(mode: str) -> None:
     problem = problem_of()

@@ -18,9 +18,11 @@ from moe_core.formats import format_named
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.placement import gather_experts
-from moe_core.specs.operands import map_arrays, named_fields
+from moe_core.specs.operands import MoEOperands, map_arrays, named_fields
 from moe_torch.parallel import ExpertParallel, function, group, routes
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.calls.compiled import Calls, across_ranks, traceable
+from moe_torch.parallel.forward import called
 from tests.support.modular.deep_ep import Buffer, ElasticBuffer
 from tests.support.parallel.peer import (
     CHUNK_FAULTS,
@@ -137,9 +139,10 @@ def broken(fault: str | None) -> Iterator[None]:
 
 
 def run_rank(
-    ranks: Any, problem: Problem, way: ExchangeSpec, engine: str, differentiated: bool, fault: str | None
+    ranks: Any, problem: Problem, way: ExchangeSpec, engine: str, differentiated: bool, fault: str | None, traced: bool
 ) -> dict[str, Any]:
-    """Every result and gradient of one rank, in NumPy, by the names of the twins."""
+    """Every result and gradient of one rank, in NumPy, by the names of the twins. traced: by the operator of traced
+    code."""
     rank = torch.distributed.get_rank(ranks)
     own = problem.ranks()[rank]
     # A rank's GPU is its current one.
@@ -158,8 +161,10 @@ def run_rank(
             leaves |= {f"routing.{name}": array for name, array in trained(routing).items()}
             leaves |= {f"shared.{name}": array for name, array in trained(shared).items()}
         parallel = parallel_of(ranks, way, problem)
-        options: Any = {"parallel": parallel, "placement": problem.placement, "token_mask": mask, "shared": shared}
-        found = parallel_moe(x, experts, routing, problem.spec, **options)
+        operands = MoEOperands(x, experts, routing, mask, None, shared)
+        assert traceable(operands, parallel, problem.placement) or not traced
+        run = across_ranks if traced else called
+        found = run(operands, problem.spec, parallel, problem.placement, Calls())
         if differentiated:
             found.output.backward(d_output.to(found.output.dtype))
         results = {name: to_numpy(array) for name, array in found._asdict().items() if array is not None}
@@ -197,10 +202,11 @@ def run_group(
     *,
     differentiated: bool = True,
     fault: str | None = None,
+    traced: bool = False,
 ) -> dict[str, Any]:
     """Of all ranks: by token, by place, or summed; gradients of experts are of all experts."""
     placement = problem.placement
-    arguments = (problem, exchange, engine, differentiated, fault)
+    arguments = (problem, exchange, engine, differentiated, fault, traced)
     ranks = pool.call(run_rank, [arguments] * placement.num_ranks)
     results = {}
     for name in ranks[0]:
