@@ -1,4 +1,4 @@
-"""Tests of the tests: a fault planted in any kernel turns the parity tool red, at the right stage."""
+"""Tests of the tests: a fault planted in any kernel turns the parity tool red at the right stage, or its op's tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support.faults.backward import FAULTS as BACKWARD_FAULTS
+from tests.support.faults.backward import TESTS
 from tests.support.faults.forward import FAULTS, Fault
-from tests.support.faults.kernel_copies import OpFault, kernel_files, plant
+from tests.support.faults.kernel_copies import NO_FAULT, OpFault, kernel_files, plant
 from tests.support.faults.pdl import FAULTS as PDL_FAULTS
 from tests.support.faults.quantized import FAULTS as QUANTIZED_FAULTS
 from tests.support.faults.sm90 import FAULTS as SM90_FAULTS
@@ -116,3 +117,24 @@ def test_faults_are_found_at_their_stage(kernel_files: tuple[str, ...], tmp_path
         (case,) = json.loads((folder / "report.json").read_text())["cases"]
         (engine,) = case["engines"]
         assert engine["first_divergent_stage"] == fault.stage, f"{folder.name}: {fault}\n{log}"
+
+
+#: (tests, the kernel file and fault of each copy): of the backward by kernel file, of quantised operands by tests.
+OF_OPS = [(TESTS[name], [(name, fault) for fault in faults]) for name, faults in BACKWARD_FAULTS.items()]
+OF_OPS += [(tests, list(faults)) for tests, faults in QUANTIZED_FAULTS.items()]
+
+
+@pytest.mark.parametrize(("tests", "faults"), OF_OPS, ids=[*BACKWARD_FAULTS, *QUANTIZED_FAULTS])
+def test_faults_are_found_by_the_tests_of_ops(tests: str, faults: list[tuple[str, OpFault]], tmp_path: Path) -> None:
+    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying, since the tests
+    that fail there pass here."""
+    folders = {tmp_path / str(number): fault for number, (_, fault) in enumerate((("", NO_FAULT), *faults))}
+    for folder, (kernel_file, fault) in zip(folders, (("", NO_FAULT), *faults), strict=True):
+        plant(kernel_file, fault, folder)
+    command = [sys.executable, "-m", "tests.support.faults.backward", tests, *map(str, folders)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    for folder, fault in folders.items():
+        log = (folder / "log").read_text()
+        wanted = pytest.ExitCode.OK if fault is NO_FAULT else pytest.ExitCode.TESTS_FAILED
+        assert (folder / "status").read_text() == str(int(wanted)), f"{fault}\n{log}"
+        assert fault is NO_FAULT or "AssertionError" in log, f"{fault} broke the kernel instead of its numbers\n{log}"

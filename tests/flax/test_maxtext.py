@@ -1,4 +1,4 @@
-"""`moe_jax.maxtext.RoutedMoE` without MaxText: configs, names, losses. `make maxtext` compares it with MaxText's."""
+"""MaxText's and Tunix's layers, replaced by ours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from moe_core.checkpoint.maxtext import from_maxtext
 from moe_core.errors import Unsupported
 from moe_jax.layers import Activation, RouterSpec
 from moe_jax.maxtext import RoutedMoE, spec_of
+from moe_jax.tunix import MoELayer
 from tests.support.jax import running_on
 
 MIXTRAL = {
@@ -111,3 +113,34 @@ def test_names_checkpoints_losses_and_updates(config: dict[str, Any]) -> None:
 def test_options_that_change_numbers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=f"{next(iter(options))} must not be .*; use MaxText's RoutedMoE"):
         spec_of(SimpleNamespace(**MIXTRAL | options), 4, 2, 12)
+
+
+D, F, E, K = 8, 12, 4, 2
+AXES = SimpleNamespace(exp_weight_edf=("fsdp", None, "tp"), exp_weight_efd=("fsdp", "tp", None))
+CONFIG = SimpleNamespace(
+    **{"embed_dim": D, "hidden_dim": F, "num_experts": E, "num_experts_per_tok": K, "shd_config": AXES},
+    **{"dtype": jnp.float32, "param_dtype": jnp.float32},
+)
+
+
+def test_parameters_and_results() -> None:
+    """Names and shapes of checkpoints, the sum over the chosen experts, and the same on devices that share them."""
+    with running_on("reference"):
+        layer, x = MoELayer(CONFIG, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (4, 3, D))
+        state = nnx.to_pure_dict(nnx.state(layer))
+        shapes = {"gate_proj": (E, D, F), "up_proj": (E, D, F), "down_proj": (E, F, D)}
+        assert jax.tree.map(jnp.shape, state) == shapes | {"router": {"kernel": (D, E)}}
+        weights, ids = jax.lax.top_k(jax.nn.softmax(x @ state["router"]["kernel"]), K)
+        hidden = jnp.einsum("btd,edf->btef", x, state["gate_proj"])
+        hidden = jax.nn.silu(hidden) * jnp.einsum("btd,edf->btef", x, state["up_proj"])
+        every = jnp.einsum("btef,efd->bted", hidden, state["down_proj"])
+        chosen = jnp.take_along_axis(every, ids[..., None], axis=2)
+        wanted = (chosen * (weights / weights.sum(-1, keepdims=True))[..., None]).sum(2)
+        y = layer(x, use_megablox=False)
+        np.testing.assert_allclose(y, wanted, rtol=1e-3, atol=1e-9)
+        mesh = jax.make_mesh((2, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:2])
+        with jax.set_mesh(mesh):
+            text = jax.jit(lambda layer, x: layer(x)).lower(layer, x).as_text()
+            np.testing.assert_array_equal(jax.jit(lambda layer, x: layer(x))(layer, x), y)
+        split = text.partition("in_shardings=")[2].partition("out_shardings=")[0]
+        assert split.count('"fsdp"') == 4, "x and three matrices"

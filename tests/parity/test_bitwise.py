@@ -1,4 +1,4 @@
-"""torch equals JAX, bit for bit: the same plans, through both front-ends, on whatever device real kernels run here."""
+"""torch equals JAX bit for bit, plain and quantised: the same plans, on whatever device real kernels run here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ torch = pytest.importorskip("torch", reason="needs both frameworks")
 
 import moe_jax
 import moe_torch
+from moe_core.formats import FP8_BLOCK, FP8_GROUP, FP8_TENSOR, INT8_TOKEN, MXFP4, MXFP8, format_named, scheme_named
 from moe_core.parity.builtin_cases import BUILT_IN, Draw, built_in_case
 from moe_core.parity.devices import use_gpu
-from moe_core.specs.operands import TopK, map_arrays
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, TopK, map_arrays, named_arrays
 from moe_jax.parity import JaxEngine
 from moe_torch.layers.weights import to_numpy
 from moe_torch.parity.torch import TorchEngine, to_torch
@@ -82,3 +84,90 @@ def test_every_stage_of_the_parity_cases(name: str, dtype: str) -> None:
         assert_same_bits(np.asarray(value), np.asarray(theirs.stages[name]), f"{case.name} {name}")
     for name, value in ours.composed.items():
         assert_same_bits(np.asarray(value), np.asarray(theirs.composed[name]), f"{case.name} composed {name}")
+
+
+T, E, D, F = 7, 3, 128, 128
+SCHEMES = ("fp8_block", "int8_w8a8", "int4_w4a16_zp", "mxfp4_w4a16", "mxfp4_w4a4")
+
+
+def put(array: np.ndarray) -> Any:
+    """A JAX array where real kernels run."""
+    return jax.device_put(array, jax.devices("cuda" if use_gpu() else "cpu")[0])
+
+
+def shared(tree: Any) -> Any:
+    """The same arrays in torch, on the same memory."""
+    return (
+        map_arrays(tree, moe_torch.from_dlpack)
+        if hasattr(tree, "__dataclass_fields__")
+        else moe_torch.from_dlpack(tree)
+    )
+
+
+def bits(value: Any) -> list[bytes]:
+    """The bytes of an array, or of all arrays of a bundle, of either framework."""
+    if hasattr(value, "__dataclass_fields__"):
+        return [byte for _, array in named_arrays(value) for byte in bits(array)]
+    if isinstance(value, torch.Tensor):
+        return [value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()]
+    return [np.asarray(value).tobytes()]
+
+
+def draw(random: np.random.Generator, *shape: int) -> Any:
+    return put((random.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_composed_forward_of_quantised_experts(name: str) -> None:
+    scheme, random = scheme_named(name), np.random.default_rng(0)
+    weights = [draw(random, E, 2 * F, D), draw(random, E, D, F)]
+    experts = ExpertWeights(*(moe_jax.quantize(weight, scheme.weights) for weight in weights))
+    routing = RouterWeights(draw(random, D, E))
+    x = put(random.standard_normal((T, D)).astype(np.float32)).astype("bfloat16")
+    spec = MoESpec(Activation("silu"), RouterSpec(2), weight_layout="out_in", activations=scheme.activations)
+    ours = moe_jax.moe(x, experts, routing, spec)
+    theirs = moe_torch.moe(shared(x), shared(experts), shared(routing), spec)
+    for field, first, second in zip(ours._fields, ours, theirs, strict=True):
+        assert bits(first) == bits(second), field
+
+
+@pytest.mark.parametrize("format", [FP8_BLOCK, MXFP4, format_named("int4_g32_zp")], ids=str)
+def test_quantised_weights(format: Any) -> None:
+    weight = draw(np.random.default_rng(1), 2, 96, 64)
+    ours, theirs = moe_jax.quantize(weight, format), moe_torch.quantize(shared(weight), format)
+    assert ours.spec == theirs.spec and bits(ours) == bits(theirs)
+    assert bits(moe_jax.dequantize(ours, "bfloat16")) == bits(moe_torch.dequantize(theirs, "bfloat16"))
+
+
+@pytest.mark.parametrize("format", [FP8_GROUP, INT8_TOKEN, MXFP8], ids=str)
+def test_quantised_rows_and_their_product(format: Any) -> None:
+    random = np.random.default_rng(2)
+    x, other = (
+        draw(random, T, D),
+        {FP8_GROUP: FP8_BLOCK, INT8_TOKEN: format_named("int8_channel"), MXFP8: MXFP4}[format],
+    )
+    weight = moe_jax.quantize(draw(random, 48, D), other)
+    ours, theirs = moe_jax.quantize_rows(x, format), moe_torch.quantize_rows(shared(x), format)
+    assert bits(ours) == bits(theirs)
+    spec = MatmulSpec("out_in", out_dtype="bfloat16")
+    y = moe_jax.matmul_ogs(moe_jax.MatmulOperands(ours, weight), None, spec)
+    assert bits(y) == bits(moe_torch.matmul_ogs(moe_torch.MatmulOperands(theirs, shared(weight)), None, spec))
+
+
+def test_rows_of_one_scale_that_some_use() -> None:
+    x, used_by = draw(np.random.default_rng(4), T, D).at[2].set(np.nan), np.repeat(np.arange(T), 2).astype(np.int32)
+    used_by[4:6] = -1
+    users = put(used_by)
+    ours = moe_jax.quantize_rows(x, FP8_TENSOR, used_by=users)
+    assert bits(ours) == bits(moe_torch.quantize_rows(shared(x), FP8_TENSOR, used_by=shared(users)))
+    assert np.isfinite(np.asarray(ours.scales)).all() and not np.asarray(ours.values.view("uint8"))[2].any()
+
+
+def test_fp8_travels_both_ways_without_a_copy() -> None:
+    ours = moe_jax.quantize(draw(np.random.default_rng(3), E, 64, D), FP8_BLOCK)
+    theirs = shared(ours)
+    assert theirs.values.dtype == torch.float8_e4m3fn and theirs.spec == ours.spec
+    back = map_arrays(theirs, moe_jax.from_dlpack)
+    for (name, first), (_, second), (_, third) in zip(*map(named_arrays, (ours, theirs, back)), strict=True):
+        assert first.unsafe_buffer_pointer() == second.data_ptr() == third.unsafe_buffer_pointer(), name
+    assert back.values.dtype == jax.numpy.float8_e4m3fn and bits(back) == bits(ours)

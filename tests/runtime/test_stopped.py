@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 #: How many times as many trials as by default, drawn by another seed; .ci/daily asks for more.
 DEPTH = int(os.environ.get("MOEBIUS_DEPTH", "1"))
 #: (package, what is broken off, how, in how many trials), by TRITON_INTERPRET. The suite presses Ctrl-C during launches
-#: in the interpreter in test_interrupts.py. Processes are forked before frameworks have threads.
+#: in the interpreter below. Processes are forked before frameworks have threads.
 RUNS = {
     "0": [
         ("numpy", "plan", "interrupt", 10),
@@ -69,3 +69,27 @@ def test_a_kernel_that_fails_to_load_is_loaded_by_the_next_call(
         patched.setattr(prepared, "load_kernel", fail)
         prepares.prepare(plan)
     assert prepares.prepare(plan) is prepares.prepare(plan)
+
+
+def _trials(module: str, *arguments: object, timeout: float = 120) -> str:
+    """Run trials in a process of their own and return what it printed; its failure fails the test."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.support.runtime.{module}", *map(str, arguments)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout * DEPTH,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout.splitlines()[-1]
+
+
+def test_an_interrupted_launch_leaves_the_interpreter_free() -> None:
+    pytest.importorskip("triton")
+    trials = 200 * DEPTH
+    assert int(_trials("interrupted", "launches", trials)) > trials // 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_forked_during_a_launch_can_launch() -> None:
+    pytest.importorskip("triton")
+    trials = 20 * DEPTH
+    assert int(_trials("interrupted", "forks", trials)) > trials // 3

@@ -1,16 +1,20 @@
-"""Options are checked when a spec is made, each with the name, the expectation, the value and the fix."""
+"""Options of specs: flags, tiles, limits."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_core import InvalidInput
+from moe_core import InvalidInput, Unsupported
 from moe_core.base import codec
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
+from moe_core.ops.activation.forward import plan_activation
+from moe_core.plan.steps import Scalar
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
 
 
@@ -68,3 +72,27 @@ def test_what_an_activation_is_not_told() -> None:
     for one in (Activation("silu", limit=7.0), Activation("clamped_silu"), Activation("swiglu_oai", limit=None)):
         assert codec.loads(codec.dumps(one)) == one
         assert dataclasses.replace(one, gate_layout="separate").limit == one.limit
+
+
+FLAGS = {
+    MoESpec: ("fast_accumulate", "recompute", "main_grad", "apply_router_weight_on_input", "allow_tf32"),
+    MatmulSpec: ("fast_accumulate", "allow_tf32"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FLAGS.items() for name in names])
+@pytest.mark.parametrize("value", [1, "no", None])
+def test_other_values_are_refused(kind: Any, name: str, value: object) -> None:
+    first: Any = Activation("silu") if kind is MoESpec else "in_out"
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidInput, match=f"{name} must be True or False, got {value!r}"):
+        kind(first, **options)
+
+
+def test_counts_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"must fit into 32 bits, got 2147483648; split the batch"):
+        Scalar(2**31)
+    with pytest.raises(Unsupported, match="32 bits"):
+        plan_activation(ArraySpec((2**31, 2), "bfloat16"), Activation("silu"), Target("cuda", 90, 132))
+    with pytest.raises(Unsupported, match="would need a grid"):
+        plan_activation(ArraySpec((1, 2**28), "bfloat16"), Activation("silu"), Target("cuda", 90, 132))

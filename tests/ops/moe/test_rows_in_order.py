@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 
 from moe_core.base.arrays import ArraySpec
+from moe_core.base.target import Target
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.moe import fuse
 from moe_core.ops.moe.forward import plan_moe
+from moe_core.ops.moe.fuse import CHAINED
 from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.reduction.rowwise import ORDER_ROWS
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import ExpertWeights, RouterLogits, TopK, named_arrays
 from tests.support.harness import H200, engine_target, run_plan, spec_of
+from tests.support.moe import plan_of, run_layer, simple_layer
 from tests.support.strategies import draw_array
 
 SILU = MoESpec(Activation("silu"), weight_layout="out_in")
@@ -71,3 +74,11 @@ def test_many_rows_of_wide_experts(tokens: int, width: int, ordered: int) -> Non
     plan = plan_moe(ArraySpec((tokens, 2048), "bfloat16"), experts, logits, spec, H200)
     assert orders(plan) == ordered
     assert plan.scratch_bytes <= 2 * tokens * (width + 2048) * 2 + 2_000_000
+
+
+def test_every_tile_of_the_sum_is_written() -> None:
+    layer = simple_layer(20, d_model=1025)
+    last = plan_of(layer, engine_target()).steps[-1]
+    assert isinstance(last, KernelLaunch) and last.kernel == CHAINED
+    wanted = run_layer(layer, Target("reference"))["output"]
+    np.testing.assert_allclose(run_layer(layer)["output"], wanted, rtol=1e-4, atol=1e-4)
