@@ -43,6 +43,11 @@ class Ready:
         self._launch(pointers)
         return outputs
 
+    def later(self, pointers: list[int]) -> Begun:
+        """Allocate for a run, which `finish` launches. Until then, addresses of inputs may change in the result."""
+        outputs, scratch = self._add_memory(pointers, ())
+        return Begun(self, pointers, None, outputs, scratch)
+
     def begin(self, pointers: list[int], behind: int, kept: object = None) -> Begun:
         """Run all steps except the last `behind`. kept: is kept alive by the result."""
         outputs, scratch = self._add_memory(pointers, ())
@@ -80,15 +85,15 @@ class Ready:
 
 
 class Begun(NamedTuple):
-    """A run with its first steps under way. Keep it until the last steps have ended."""
+    """A run without its last steps. Keep it until they have ended. steps: the last ones, None: all."""
 
     ready: Ready
     pointers: list[int]
-    steps: slice
+    steps: slice | None
     outputs: list[torch.Tensor]
     kept: object
 
     def finish(self) -> list[torch.Tensor]:
-        """Run the other steps on the current stream, which waits for the first ones."""
+        """Run the last steps on the current stream, which waits for the first ones."""
         self.ready._launch(self.pointers, self.steps)
         return self.outputs

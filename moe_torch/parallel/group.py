@@ -156,17 +156,32 @@ def _moved(values: torch.Tensor) -> torch.Tensor:
     return (values if values.numel() else values.new_empty(values.shape)).view(torch.uint8)
 
 
+#: Pinned arrays and an event, by device and shapes: the driver takes long to make and to release them.
+_copies: dict[tuple[Any, ...], list[Any]] = {}
+
+
+def _pinned(arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    with torch.inference_mode(False):
+        pinned = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
+    return pinned, torch.cuda.Event()
+
+
 def read_by_host(*arrays: torch.Tensor) -> Callable[[], list[np.ndarray]]:
-    """Start to copy a GPU's arrays. The result waits, for these copies alone."""
-    copies, event = [], torch.cuda.Event()
-    for array in arrays:
-        copies.append(torch.empty(array.shape, dtype=array.dtype, pin_memory=True))
-        copies[-1].copy_(array, non_blocking=True)
+    """Start to copy a GPU's int32 arrays. The result, called once, waits for these copies alone."""
+    free = _copies.setdefault((arrays[0].device, *[array.shape for array in arrays]), [])
+    try:
+        copies, event = free.pop()
+    except IndexError:
+        copies, event = _pinned(arrays)
+    for copy, array in zip(copies, arrays, strict=True):
+        copy.copy_(array, non_blocking=True)
     event.record()
 
     def read() -> list[np.ndarray]:
         event.synchronize()
-        return [copy.numpy() for copy in copies]
+        results = [copy.numpy().copy() for copy in copies]
+        free.append((copies, event))
+        return results
 
     return read
 

@@ -17,7 +17,7 @@ from moe_torch.operators.pushed import push_request
 from moe_torch.operators.requests import moe_request
 from moe_torch.operators.routed import hidden
 from moe_torch.parallel import peer_ops
-from moe_torch.parallel.calls.known import Step, Steps
+from moe_torch.parallel.calls.known import Later, Step, Steps
 
 Multiprocessors = tuple[int | None, int | None]
 
@@ -35,6 +35,13 @@ class Owner:
     lora: LoRAFactors | None = None
     steps: Steps | None = None
     tensors: Sequence[torch.Tensor] = ()
+    _later: tuple[Any, Later] | None = None
+
+    def expect(self, num_rows: int, group_tokens: int) -> None:
+        """Prepare a call like an earlier one with as many rows, which may come."""
+        key, steps = ("owner", num_rows, group_tokens), self.steps
+        if steps is not None and (step := steps.get(key)) is not None:
+            self._later = key, step.later(self.tensors)
 
     def __call__(
         self,
@@ -49,10 +56,12 @@ class Owner:
         group_tokens: of all ranks. results_at: where results are stored. None: they are returned. adapter_ids: of rows.
         """
         key, steps = ("owner", len(rows), group_tokens), self.steps
-        if steps is not None and (step := steps.get(key) or steps.find(key)):
+        expected, self._later = self._later, None
+        later = None if expected is None or expected[0] != key else expected[1]
+        if steps is not None and (later or (step := steps.get(key) or steps.find(key))):
             passed = [rows.data_ptr(), routing.ids.data_ptr(), routing.weights.data_ptr()]
             passed += [] if results_at is None else [results_at.data_ptr()]
-            output, *counts = step.run(self.tensors, *passed)
+            output, *counts = (later or step.later(self.tensors)).run(*passed)
             return MoEOutput(output, routing.ids, routing.weights, None, *counts)
         spec = self._spec(routing, group_tokens)
         if results_at is None:

@@ -128,10 +128,11 @@ class Planner(Protocol):
     """A transport's plan of a call, from `(call, ids int32 [T, K], weights fp32 [T, K], token_mask bool [T])`.
 
     Making it sends nothing and raises what only this rank knows. arriving: rows that left with the routes, for
-    `dispatch`.
+    `dispatch`. expected: the last numbers of an owner are its rows and `group_tokens`, probably.
     """
 
     arriving: Arriving | None = None
+    expected: tuple[int, int, int] | None = None
 
     def schedule(self, brought: Any, owner: Any, shared: Any, dtype: torch.dtype) -> Any:
         """Run a whole call, with another order of its steps. None: the order is the usual one, and nothing has run."""

@@ -19,7 +19,7 @@ from moe_core.specs.operands import ExpertWeights, MoEOperands, array_fields
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.private import PLAIN_CLASSES, TensorGuards
-from moe_torch.bridge.ready import Ready
+from moe_torch.bridge.ready import Begun, Ready
 
 #: `Ready` or `Step` of a call's operators, by step and numbers of rows.
 Steps = Recent[Any]
@@ -83,13 +83,28 @@ class Step(NamedTuple):
             return None
         return cls(ready, [one.data_ptr() for one in arrays], tuple(map(names.index, changing)), tuple(held))
 
-    def run(self, tensors: Sequence[torch.Tensor], *changed: int) -> list[torch.Tensor]:
+    def later(self, tensors: Sequence[torch.Tensor]) -> Later:
+        """Prepare a run before the addresses that change are known."""
         addresses = self.addresses.copy()
         for position, number in self.held:
             addresses[position] = tensors[number].data_ptr()
-        for position, address in zip(self.changing, changed, strict=True):
+        return Later(self, self.ready.later(addresses))
+
+    def run(self, tensors: Sequence[torch.Tensor], *changed: int) -> list[torch.Tensor]:
+        return self.later(tensors).run(*changed)
+
+
+class Later(NamedTuple):
+    """A run with memory, which lacks the addresses that change."""
+
+    step: Step
+    begun: Begun
+
+    def run(self, *changed: int) -> list[torch.Tensor]:
+        addresses = self.begun.pointers
+        for position, address in zip(self.step.changing, changed, strict=True):
             addresses[position] = address
-        return self.ready.run(addresses)
+        return self.begun.finish()
 
 
 _is_nested = attrgetter("is_nested")
