@@ -293,13 +293,14 @@ def _price(
 
 def _counts_us(spec: ExchangeSpec, ranks: int, per_rank: int, machine: Machine, near: Link) -> float:
     """Each rank sends a header and counts to each of its level: all ranks, or hosts and then their ranks. With a bound
-    each gets the counts for all."""
+    each answers which rows fit."""
     header = 4 * len(Header._fields)
     if spec.other:
         return _push_us(np.ones(ranks), header, machine, near)
     if spec.hosts == 1:
-        told = (header + 4 * spec.counts(per_rank) * spec.chunks) * (1 if spec.receive is None else ranks)
-        return _push_us(np.ones(ranks), told, machine, near)
+        told = header + 4 * spec.counts(per_rank) * spec.chunks
+        answers = 0.0 if spec.receive is None else _push_us(np.ones(ranks), 8, machine, near)
+        return _push_us(np.ones(ranks), told, machine, near) + answers
     local, network = ranks // spec.hosts, machine.network or near
     inside = near.us((local - 1) * (header + 8), local - 1)
     between = network.us((spec.hosts - 1) * (header + 8), spec.hosts - 1)

@@ -303,10 +303,11 @@ class _Planner:
         width, label = (2 * self.width, "ids and weights") if self.width_of_ids else (self.width, "weights")
         rows = self._rows(self._rows_kind)
         if mode == "all_to_all":
-            # With a bound every rank gets all counts: a home computes which rows fit.
-            kind = "all_to_all" if self.spec.receive is None else "all_gather"
             counts = header + self.spec.counts(self.plan.placement.per_rank) * self.spec.chunks
-            first = [self._table(kind, "header and counts", "int32", self.ranks, counts)]
+            first = [self._table("all_to_all", "header and counts", "int32", self.ranks, counts)]
+            if self.spec.receive is not None:
+                # With a bound, owners answer which rows fit.
+                first.append(self._table("all_to_all", "rows that fit", "int32", self.ranks, 2))
             rows.append(self._table(self._rows_kind, label, "int32", self.sent, width))
             if self.spec.format is None:
                 # Numbers travel behind their row.

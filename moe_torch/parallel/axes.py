@@ -24,7 +24,7 @@ from moe_torch.parallel.deep_ep import require_buffer
 from moe_torch.parallel.group import Ranks, levels_of, ranks_of
 from moe_torch.parallel.peer.interface import require_peer_format
 from moe_torch.parallel.rollcall import register
-from moe_torch.parallel.routes import tell_failure
+from moe_torch.parallel.route import tell_failure
 from moe_torch.parallel.tensor import TensorRanks, require_apart
 
 _Made = TypeVar("_Made")

@@ -90,3 +90,11 @@ def physical_ids(
 
 def owners_of(places: torch.Tensor, per_rank: int) -> torch.Tensor:
     return torch.where(places < 0, -1, places // per_rank)
+
+
+def rows_that_fit(counts: torch.Tensor, receive: int, by_slot: bool) -> torch.Tensor:
+    """int32 `[W, 2]`, for each home: how many of its rows fit here, and all homes' rows that do not. counts: header and
+    counts int32 `[W, ...]` from each home. An owner takes the first `receive` rows."""
+    rows = counts[:, len(Header._fields) :].sum(1) if by_slot else counts[:, len(Header._fields)]
+    fits = torch.minimum(rows, (receive - rows.cumsum(0) + rows).clamp_(min=0))
+    return torch.stack([fits, (rows - fits).sum().expand_as(fits)], 1).int()

@@ -168,6 +168,8 @@ def _pinned(arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 def read_by_host(*arrays: torch.Tensor) -> Callable[[], list[np.ndarray]]:
     """Start to copy a GPU's int32 arrays. The result, called once, waits for these copies alone."""
+    if not arrays[0].is_cuda:
+        return lambda: [array.numpy() for array in arrays]
     free = _copies.setdefault((arrays[0].device, *[array.shape for array in arrays]), [])
     try:
         copies, event = free.pop()

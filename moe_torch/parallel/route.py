@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
-from moe_core.parallel import ExchangePlan
+from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
 from moe_core.parallel.header import Header, compare_headers
 from moe_torch.parallel.calls.known import Steps
 from moe_torch.parallel.exchange import header_on_device
@@ -50,6 +51,20 @@ def check_headers(call: ExchangeCall, ids: torch.Tensor) -> None:
     if not ids.is_cuda:
         # Waiting costs nothing here. On a GPU headers travel with the first message. If they differ, the output is NaN.
         call.check(ids.device)
+
+
+def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
+    """Send a header of zeros, so that no peer waits for a failed rank."""
+    numbers = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    if device.type == "cpu" or spec.compares_first:
+        ranks.all_gather(numbers(len(Header._fields)), "header")
+        return
+    # Others send these with it.
+    if placement.has_replicas:
+        ranks.all_gather(numbers(1), "tokens")
+    ranks.all_to_all(numbers(ranks.size, len(Header._fields) + spec.counts(placement.per_rank)), "header")
+    if spec.receive is not None:
+        ranks.all_to_all(numbers(ranks.size, 2), "rows that fit")
 
 
 class TotalOptions(TypedDict, total=False):

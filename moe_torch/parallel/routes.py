@@ -15,8 +15,8 @@ import torch
 
 from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
-from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
-from moe_core.parallel.exchange import first_rows, rows_by_pair
+from moe_core.parallel import ExchangePlan
+from moe_core.parallel.exchange import first_rows
 from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
 from moe_core.specs.exchange import packed_row
 from moe_core.specs.operands import RaggedLayout
@@ -25,7 +25,7 @@ from moe_torch import ops
 from moe_torch.bridge.ready import Begun
 from moe_torch.operators import routes as operators
 from moe_torch.parallel.calls.known import repeated
-from moe_torch.parallel.exchange import constants, placement_tables
+from moe_torch.parallel.exchange import constants, placement_tables, rows_that_fit
 from moe_torch.parallel.group import Arriving, Ranks, Way, read_by_host
 from moe_torch.parallel.route import ExchangeCall, Gradients, Planner, Total
 
@@ -137,18 +137,6 @@ def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | 
     return call.ranks.all_gather(tokens, "tokens").view(-1)
 
 
-def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device: torch.device) -> None:
-    """Send a header of zeros, so that no peer waits for a failed rank."""
-    send, shape = ranks.all_gather, (_HEADER,)
-    if device.type != "cpu" and not spec.compares_first:
-        # Others send these with it.
-        send = ranks.all_to_all if spec.receive is None else send
-        shape = ranks.size, _HEADER + spec.counts(placement.per_rank)
-        if placement.has_replicas:
-            ranks.all_gather(torch.zeros(1, dtype=torch.int32, device=device), "tokens")
-    send(torch.zeros(shape, dtype=torch.int32, device=device), "header")
-
-
 class _Tables(NamedTuple):
     """Of `plan_send_tables`; some modes have no slot_of_row and table."""
 
@@ -251,21 +239,18 @@ class Counted(_Planner):
         """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
         way, if `arriving` is not None. Raises as `compare_headers`."""
         tables, ranks = self.first_tables(), self.ranks
-        # With a bound, what fits follows from the counts of all.
-        send = ranks.start_all_to_all if self.plan.spec.receive is None else ranks.start_all_gather
-        told, rows = send(tables.message, "header and counts"), None
-        if tables.message.is_cuda:
-            # The copies precede all that follows.
-            read = read_by_host(tables.message, on_device := told())
-            told = lambda: on_device  # noqa: E731
-        else:
-            read = lambda: (tables.message.numpy(), told().numpy())  # noqa: E731
+        came, rows, bounded = ranks.all_to_all(tables.message, "header and counts"), None, ()
+        if (receive := self.plan.spec.receive) is not None:
+            fits = rows_that_fit(came, receive, self.spec.by_slot)
+            bounded = fits, ranks.all_to_all(fits, "rows that fit")
+        # The copies precede all that follows.
+        read = read_by_host(tables.message, came, *bounded)
         slots = tables.slot_of_row
         if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
             rows = self._leaving(values, tables)
             self._expect()
         nothing = torch.zeros(1, dtype=torch.int32, device=tables.message.device)
-        return lambda: self.counted(tables, told(), read(), values, rows, nothing)
+        return lambda: self.counted(tables, came, read(), values, rows, nothing)
 
     def _expect(self) -> None:
         """Prepare to receive as many rows as the last like call did, while the host would only wait."""
@@ -292,32 +277,28 @@ class Counted(_Planner):
         ahead: torch.Tensor | None,
         overflow: torch.Tensor,
     ) -> CollectiveRoutes:
-        """counts: header and counts int32 `[W, ...]` for each owner, and those from each rank, or with a bound of all
-        `[W, W, ...]`; on_device: the latter. ahead: rows that may leave. overflow: 0."""
-        plan, ranks, by_slot, (own, told) = self.plan, self.ranks, self.spec.by_slot, counts
-        receive, spoilt, excess = plan.spec.receive, None, 0
-        came = told if receive is None else told[:, self.rank]
+        """counts: header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
+        `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave.
+        overflow: 0."""
+        plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts
+        spoilt, excess = None, 0
         group_tokens = compare_headers(came[:, :_HEADER], ranks.where)
         if by_slot:
             leave = back = own[:, _HEADER:].sum(1).tolist()
             arrive = here = came[:, _HEADER:].sum(1).tolist()
         else:
             (leave, back), (arrive, here) = own[:, _HEADER:].T.tolist(), came[:, _HEADER:].T.tolist()
-        if receive is not None:
-            on_device = on_device[:, self.rank].contiguous()
-            rows = told[:, :, _HEADER:].reshape(ranks.size, -1) if by_slot else told[:, :, _HEADER]
-            pairs = rows_by_pair(rows, receive)
-            excess = int((rows_by_pair(rows) - pairs).sum())
-            require_room(plan, excess)
+        if bounded:
+            require_room(plan, excess := int(bounded[1][:, 1].sum()))
         if excess:
-            leave, arrive = pairs[self.rank].tolist(), pairs[:, self.rank].tolist()
+            arrive, leave = (one[:, 0].tolist() for one in bounded)
             back, here, limits, ahead = leave, arrive, np.zeros((2, ranks.size), np.int32), None
             limits[0] = leave
             tables = self._limited(limits)
             if not by_slot:
                 # Results begin at home by the slots of tokens that fit.
-                slots = ranks.all_gather(tables.counted, "counts of what fits").cpu().numpy()
-                back, here = slots[self.rank].tolist(), slots[:, self.rank].tolist()
+                here = ranks.all_to_all(tables.counted, "counts of what fits").tolist()
+                back = tables.counted.tolist()
                 limits[1] = np.cumsum(back) - back
                 tables = self._limited(limits)
             if plan.spec.on_overflow != "drop":

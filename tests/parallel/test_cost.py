@@ -154,7 +154,7 @@ def test_counts_are_read_over_the_slowest_link_in_use() -> None:
 
 
 def test_counts_grow_with_ranks() -> None:
-    """A rank gets what others send it: two int32 of each, or one for each of its experts. A bound needs all counts."""
+    """A rank gets what others send it: two int32 of each, or one for each of its experts. A bound adds an answer."""
     layer, machine = MoELayerSpec(64, 32, 4096, 2), Machine(Link(0, 1e9), Link(0, 1.0), 8, 1e3, 1e3)
 
     def counts(ranks: int, rows: str = "tokens", receive: int | None = None) -> float:
@@ -163,7 +163,7 @@ def test_counts_grow_with_ranks() -> None:
     header = len(Header._fields)
     assert counts(2048) == pytest.approx(2040 * 4 * (header + 2) / 1e3)
     assert counts(1024, "slots") == pytest.approx(1016 * 4 * (header + 4) / 1e3)
-    assert counts(2048, receive=9) == pytest.approx(2040 * 4 * 2048 * (header + 2) / 1e3)
+    assert counts(2048, receive=9) == pytest.approx(2040 * 4 * (header + 2 + 2) / 1e3)
 
 
 def test_one_rank_exchanges_nothing() -> None:

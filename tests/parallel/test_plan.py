@@ -111,7 +111,7 @@ def test_messages_of_each_mode_in_order() -> None:
 SIZES: list[tuple[ExchangeSpec, list[tuple[int, int]]]] = [
     (ExchangeSpec(), [(4, 160), (64, 10240), (128, 16384), (64, 8192), (128, 16384), (128, 512)]),
     (ExchangeSpec(rows="slots"), [(4, 160), (64, 9216), (128, 16384), (64, 8192), (128, 16384), (128, 512)]),
-    (ExchangeSpec(receive=20), [(4, 160), (64, 10240), (40, 5120), (1, 4)]),
+    (ExchangeSpec(receive=20), [(4, 160), (4, 32), (64, 10240), (40, 5120), (1, 4)]),
     (ExchangeSpec("padded"), [(64, 2176), (64, 8192), (128, 16384), (1, 4), (64, 8192), (128, 16384), (128, 512)]),
     (ExchangeSpec("padded", "slots", receive=67), [(64, 640), (64, 8192), (64, 8192), (1, 4)]),
     (ExchangeSpec("padded", receive=8), [(8, 384), (8, 1024), (16, 2048), (1, 4)]),
