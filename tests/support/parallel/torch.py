@@ -139,7 +139,13 @@ def broken(fault: str | None) -> Iterator[None]:
 
 
 def run_rank(
-    ranks: Any, problem: Problem, way: ExchangeSpec, engine: str, differentiated: bool, fault: str | None, traced: bool
+    ranks: Any,
+    problem: Problem,
+    way: ExchangeSpec,
+    engine: str,
+    differentiated: bool,
+    fault: str | None,
+    traced: bool = False,
 ) -> dict[str, Any]:
     """Every result and gradient of one rank, in NumPy, by the names of the twins. traced: by the operator of traced
     code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_core.base.recent import Recent
 from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
@@ -24,7 +26,8 @@ from moe_torch.bridge.operator import Operator
 from moe_torch.operators import routes as operators
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
-from moe_torch.parallel.calls.known import Step
+from moe_torch.parallel.calls import known
+from moe_torch.parallel.calls.known import Call, Step
 from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
@@ -248,6 +251,17 @@ def test_rounded_numbers_of_rows() -> None:
     assert (found >= rows).all() and (found <= rows + rows // 31).all()
     assert (found[:64] == rows[:64]).all() and rounded(1000) == 1008
     assert len(np.unique(found)) < 64 + 7 * 33
+
+
+def test_calls_are_known_beyond_the_last_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_known", Recent(1))
+    call: Any = Call.__new__(Call)
+    like: Any = SimpleNamespace(is_like=lambda *tensors: not tensors)
+    for key in ("first", "earlier", "latest"):
+        known._known.put(key, like)
+    for key, tensors, expected in (("earlier", [], like), ("first", [], None), (None, [], None), ("latest", [1], None)):
+        call.key, call.tensors = key, tensors
+        assert call.find() is expected
 
 
 def test_steps_hold_no_address_of_another_array() -> None:
