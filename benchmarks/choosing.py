@@ -64,13 +64,14 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[tuple[str, str, int], bool, 
 
 
 def table(gpu: Gpu, *, training: bool) -> str:
-    """The best option of every model on 1 to 8 GPUs."""
+    """The best option of every model that fits on 1 to 8 GPUs."""
     tokens = 16384 if training else 64
     head = f"| model | {' | '.join(f'{n} x {gpu.name.upper()}' for n in (1, 2, 4, 8))} |\n|---|---|---|---|---|"
-    return "\n".join([head, *(_line(model, gpu, tokens, training) for model in MODELS.values())])
+    lines = (_line(model, gpu, tokens, training) for model in MODELS.values())
+    return "\n".join([head, *filter(None, lines)])
 
 
-def _line(model: Model, gpu: Gpu, tokens: int, training: bool) -> str:
+def _line(model: Model, gpu: Gpu, tokens: int, training: bool) -> str | None:
     texts = []
     for gpus in (1, 2, 4, 8):
         best = choose_parallelism(model, gpu, gpus, tokens * gpus, training=training)[0]
@@ -81,7 +82,7 @@ def _line(model: Model, gpu: Gpu, tokens: int, training: bool) -> str:
         format = "" if training else f"{best.format} "
         ways = {gpus: " EP", 1: ""}.get(best.experts, f" EP{best.experts}")
         texts.append(f"{format}{best.spent / GB:.0f} GB{ways}: {_short(best.tokens_per_second)}{mark}")
-    return f"| {model.name} | {' | '.join(texts)} |"
+    return f"| {model.name} | {' | '.join(texts)} |" if set(texts) != {"—"} else None
 
 
 def _short(number: float) -> str:

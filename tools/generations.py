@@ -253,7 +253,11 @@ def render(rows: list[tuple[str, ...]]) -> str:
         "class",
         *(f"{one.name} ({one.release})" if one.name != one.release else one.name for one in GENERATIONS),
     )
-    return "\n".join("| " + " | ".join(row) + " |" for row in (heading, ("---",) * len(heading), *rows))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        alike.setdefault(tuple(cells), []).append(name)
+    lines = (heading, ("---",) * len(heading), *((", ".join(names), *cells) for cells, names in alike.items()))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def published() -> str:
