@@ -18,7 +18,7 @@ from moe_torch import modular
 from moe_torch.modular import vllm
 from moe_torch.modular.calls import ExpertsCall
 from tools.upstream.problems import M, Problem, draw, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 from tools.upstream.vllm_parts import (
     DRAWS,
     SWIGLU,
@@ -168,37 +168,34 @@ class Variant(NamedTuple):
 _PLAIN = Variant()
 
 
+@of_device
 def bits(
-    name: str, kind: Kind, problem: Callable[[], Problem], variant: Variant = _PLAIN, gathers: bool = False
-) -> Run:
+    device: str, name: str, kind: Kind, problem: Callable[[], Problem], variant: Variant = _PLAIN, gathers: bool = False
+) -> Answer:
     """Our experts of that name in vLLM's kernel against our kernel. gathers: prepare brings more rows than go out."""
-
-    def run(device: str) -> Answer:
-        drawn = problem()
-        layer = layer_of(drawn, kind, name, device)
-        rows, batched = max(1, len(drawn.x)), name.startswith("Batched")
-        moe_config = their_moe_config(drawn, variant.activation)
-        for field, value in variant.layer.items():
-            setattr(moe_config, field, value)
-        cls = _watched(getattr(modular, name)) if gathers else getattr(modular, name)
-        experts = vllm.adapt(cls, moe_config, layer.theirs)
-        experts = experts(moe_config, layer.theirs, *((rows, 1) if batched else ()))
-        part, own = gathering() if gathers else their_no_dp_ep(), modular.MoEPrepareAndFinalizeNoEP()
-        if batched:
-            own = modular.BatchedPrepareAndFinalize(rows, len(drawn.b1))
-            part = vllm.adapt(modular.BatchedPrepareAndFinalize)(rows, len(drawn.b1))
-        kernels = vllm_file("modular_kernel")
-        assert isinstance(experts, kernels.FusedMoEExpertsModular) and isinstance(experts, getattr(modular, name))
-        call = call_of(drawn, variant.activation, variant.on_input, layer)
-        actual = kernels.FusedMoEKernel(part, experts).apply(*call)
-        chosen = call[5] if variant.ours is None else variant.ours
-        ours = modular.FusedMoEKernel(own, our_experts(name, layer.ours, rows))
-        given: Any = (*call[:5], chosen, *call[6:])
-        expected = ours.apply(*given)
-        assert expected.isfinite().all() and (expected.numel() == 0 or expected.abs().max() > 0)
-        return Answer(actual, expected.float().cpu().numpy(), bound=0.0)
-
-    return run
+    drawn = problem()
+    layer = layer_of(drawn, kind, name, device)
+    rows, batched = max(1, len(drawn.x)), name.startswith("Batched")
+    moe_config = their_moe_config(drawn, variant.activation)
+    for field, value in variant.layer.items():
+        setattr(moe_config, field, value)
+    cls = _watched(getattr(modular, name)) if gathers else getattr(modular, name)
+    experts = vllm.adapt(cls, moe_config, layer.theirs)
+    experts = experts(moe_config, layer.theirs, *((rows, 1) if batched else ()))
+    part, own = gathering() if gathers else their_no_dp_ep(), modular.MoEPrepareAndFinalizeNoEP()
+    if batched:
+        own = modular.BatchedPrepareAndFinalize(rows, len(drawn.b1))
+        part = vllm.adapt(modular.BatchedPrepareAndFinalize)(rows, len(drawn.b1))
+    kernels = vllm_file("modular_kernel")
+    assert isinstance(experts, kernels.FusedMoEExpertsModular) and isinstance(experts, getattr(modular, name))
+    call = call_of(drawn, variant.activation, variant.on_input, layer)
+    actual = kernels.FusedMoEKernel(part, experts).apply(*call)
+    chosen = call[5] if variant.ours is None else variant.ours
+    ours = modular.FusedMoEKernel(own, our_experts(name, layer.ours, rows))
+    given: Any = (*call[:5], chosen, *call[6:])
+    expected = ours.apply(*given)
+    assert expected.isfinite().all() and (expected.numel() == 0 or expected.abs().max() > 0)
+    return Answer(actual, expected.float().cpu().numpy(), bound=0.0)
 
 
 def _watched(cls: Any) -> Any:
@@ -231,55 +228,49 @@ def gathering() -> Any:
     return Gathering()
 
 
-def _with_adapters(name: str, slices: int) -> Run:
+@of_device
+def _with_adapters(device: str, name: str, slices: int) -> Answer:
     """Adapters in vLLM's context and stacked factors, of tokens that its wrapper names."""
-
-    def run(device: str) -> Answer:
-        drawn = draw()
-        layer, config = layer_of(drawn, KINDS["bf16"], name, device), their_moe_config(drawn, "silu")
-        config.is_lora_enabled = True
-        experts = vllm.adapt(getattr(modular, name), config)(config, layer.theirs)
-        assert isinstance(experts, vllm_file("experts.lora_experts_mixin").LoRAExpertsMixin)
-        (tokens, hidden), (count, _, width) = (
-            layer.given.x.shape,
-            layer.given.w2.mT.shape[:1] + layer.given.w2.shape[1:],
-        )
-        shapes = [[(8, hidden)] * slices, [(2 * width // slices, 8)] * slices, [(8, width)], [(hidden, 8)]]
-        options: dict[str, Any] = {"dtype": layer.given.x.dtype, "device": device}
-        torch.manual_seed(0)
-        stacked = [tuple(torch.randn(2, count, *shape, **options) / 8 for shape in side) for side in shapes]
-        mapping = torch.arange(tokens, dtype=torch.int32, device=device) % 3 - 1
-        meta = types.SimpleNamespace(token_lora_mapping=mapping, no_lora_flag_cpu=torch.tensor([False]))
-        context = vllm_file("experts.lora_context").MoELoRAContext(
-            *stacked, torch.ones(3, dtype=torch.int32, device=device), 2, drawn.ids.shape[1], slices, False, 0, 1,
-            count, types.SimpleNamespace(token_mapping_meta=meta), False,
-        )  # fmt: skip
-        call = call_of(drawn, "silu", False, layer)
-        kernels = [vllm_file("modular_kernel").FusedMoEKernel(their_no_dp_ep(), experts)]
-        kernels += [modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, tokens))]
-        plain = kernels[0].apply(*call)
-        for kernel in kernels:
-            kernel.fused_experts.set_lora_context(context)
-        actual, expected = (kernel.apply(*call) for kernel in kernels)
-        assert not torch.equal(actual, plain) and torch.equal(actual[mapping < 0], plain[mapping < 0])
-        return Answer(actual, expected.float().cpu().numpy(), bound=0.0)
-
-    return run
+    drawn = draw()
+    layer, config = layer_of(drawn, KINDS["bf16"], name, device), their_moe_config(drawn, "silu")
+    config.is_lora_enabled = True
+    experts = vllm.adapt(getattr(modular, name), config)(config, layer.theirs)
+    assert isinstance(experts, vllm_file("experts.lora_experts_mixin").LoRAExpertsMixin)
+    (tokens, hidden), (count, _, width) = (
+        layer.given.x.shape,
+        layer.given.w2.mT.shape[:1] + layer.given.w2.shape[1:],
+    )
+    shapes = [[(8, hidden)] * slices, [(2 * width // slices, 8)] * slices, [(8, width)], [(hidden, 8)]]
+    options: dict[str, Any] = {"dtype": layer.given.x.dtype, "device": device}
+    torch.manual_seed(0)
+    stacked = [tuple(torch.randn(2, count, *shape, **options) / 8 for shape in side) for side in shapes]
+    mapping = torch.arange(tokens, dtype=torch.int32, device=device) % 3 - 1
+    meta = types.SimpleNamespace(token_lora_mapping=mapping, no_lora_flag_cpu=torch.tensor([False]))
+    context = vllm_file("experts.lora_context").MoELoRAContext(
+        *stacked, torch.ones(3, dtype=torch.int32, device=device), 2, drawn.ids.shape[1], slices, False, 0, 1,
+        count, types.SimpleNamespace(token_mapping_meta=meta), False,
+    )  # fmt: skip
+    call = call_of(drawn, "silu", False, layer)
+    kernels = [vllm_file("modular_kernel").FusedMoEKernel(their_no_dp_ep(), experts)]
+    kernels += [modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, tokens))]
+    plain = kernels[0].apply(*call)
+    for kernel in kernels:
+        kernel.fused_experts.set_lora_context(context)
+    actual, expected = (kernel.apply(*call) for kernel in kernels)
+    assert not torch.equal(actual, plain) and torch.equal(actual[mapping < 0], plain[mapping < 0])
+    return Answer(actual, expected.float().cpu().numpy(), bound=0.0)
 
 
-def _their_batched(name: str, kind: Kind, problem: Callable[[], Problem], bound: float) -> Run:
+@of_device
+def _their_batched(device: str, name: str, kind: Kind, problem: Callable[[], Problem], bound: float) -> Answer:
     """Batched experts with vLLM's prepare and finalize, which quantises, and weights in bf16."""
-
-    def run(device: str) -> Answer:
-        drawn = problem()
-        layer, config = layer_of(drawn, kind, name, device), their_moe_config(drawn, "silu")
-        experts = vllm.adapt(getattr(modular, name))(config, layer.theirs, max_num_tokens=M, num_dispatchers=1)
-        kernel = vllm_file("modular_kernel").FusedMoEKernel(their_batched(drawn), experts)
-        activations = formats.FP8_GROUP if kind.weights is formats.FP8_BLOCK else None
-        expected = drawn.expected("silu", biases=not name.endswith("DeepGemmExperts"), activations=activations)
-        return Answer(kernel.apply(*call_of(drawn, "silu", False, layer)), expected, bound)
-
-    return run
+    drawn = problem()
+    layer, config = layer_of(drawn, kind, name, device), their_moe_config(drawn, "silu")
+    experts = vllm.adapt(getattr(modular, name))(config, layer.theirs, max_num_tokens=M, num_dispatchers=1)
+    kernel = vllm_file("modular_kernel").FusedMoEKernel(their_batched(drawn), experts)
+    activations = formats.FP8_GROUP if kind.weights is formats.FP8_BLOCK else None
+    expected = drawn.expected("silu", biases=not name.endswith("DeepGemmExperts"), activations=activations)
+    return Answer(kernel.apply(*call_of(drawn, "silu", False, layer)), expected, bound)
 
 
 def _formats() -> Iterator[Case]:
@@ -296,21 +287,18 @@ def _formats() -> Iterator[Case]:
             yield Case(f"e {name}, {label}, bits of our kernel", theirs, bits(name, kind, problem))
 
 
-def _as_triton_kernels(name: str, problem: Callable[[], Problem]) -> Run:
+@of_device
+def _as_triton_kernels(device: str, name: str, problem: Callable[[], Problem]) -> Answer:
     """mxfp4 weights as `triton_kernels` Tensors, with their scales in precision objects."""
-
-    def run(device: str) -> Answer:
-        drawn = problem()
-        given = tensors(drawn, device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        layer = Layer(given, (w1, w2), their_config(given, arrays), our_config(given, arrays))
-        config, call = their_moe_config(drawn, SWIGLU), call_of(drawn, SWIGLU, False, layer)
-        experts = vllm.adapt(getattr(modular, name))(config, layer.theirs)
-        actual = vllm_file("modular_kernel").FusedMoEKernel(their_no_dp_ep(), experts).apply(*call)
-        own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, M))
-        return Answer(actual, own.apply(*call).float().cpu().numpy(), bound=0.0)
-
-    return run
+    drawn = problem()
+    given = tensors(drawn, device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    layer = Layer(given, (w1, w2), their_config(given, arrays), our_config(given, arrays))
+    config, call = their_moe_config(drawn, SWIGLU), call_of(drawn, SWIGLU, False, layer)
+    experts = vllm.adapt(getattr(modular, name))(config, layer.theirs)
+    actual = vllm_file("modular_kernel").FusedMoEKernel(their_no_dp_ep(), experts).apply(*call)
+    own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, M))
+    return Answer(actual, own.apply(*call).float().cpu().numpy(), bound=0.0)
 
 
 def _few(tokens: int) -> Callable[[], Problem]:

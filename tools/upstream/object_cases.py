@@ -10,7 +10,7 @@ import torch
 
 from moe_torch.compat.triton_kernels import from_upstream
 from tools.upstream.imports import original_triton_kernels
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 
 #: Experts, and (K, N) of matrices: both products of gpt-oss, its shards, and sizes below those of a swizzle's tiles.
 _EXPERTS = 1
@@ -24,37 +24,34 @@ _LAYOUTS = {
 }
 
 
-def _converted(layout: str, size: tuple[int, int]) -> Run:
+@of_device
+def _converted(device: str, layout: str, size: tuple[int, int]) -> Answer:
     """mxfp4 weights `[E, K, N]` and their scales, laid out by upstream, as plain memory again."""
+    K, N = size
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (_EXPERTS, N, K // 2)).astype(np.uint8)
+    scales = random.integers(100, 150, (_EXPERTS, N, K // 32)).astype(np.uint8)
+    values_kind, values_options, scales_kind, scales_options = _LAYOUTS[layout]
+    with original_triton_kernels():
+        tensor = importlib.import_module("triton_kernels.tensor")
+        layouts = importlib.import_module("triton_kernels.tensor_details.layout")
+        matmul_ogs = importlib.import_module("triton_kernels.matmul_ogs")
 
-    def run(device: str) -> Answer:
-        K, N = size
-        random = np.random.default_rng(0)
-        codes = random.integers(0, 256, (_EXPERTS, N, K // 2)).astype(np.uint8)
-        scales = random.integers(100, 150, (_EXPERTS, N, K // 32)).astype(np.uint8)
-        values_kind, values_options, scales_kind, scales_options = _LAYOUTS[layout]
-        with original_triton_kernels():
-            tensor = importlib.import_module("triton_kernels.tensor")
-            layouts = importlib.import_module("triton_kernels.tensor_details.layout")
-            matmul_ogs = importlib.import_module("triton_kernels.matmul_ogs")
+        def laid_out(array: np.ndarray, dtype: Any, kind: str, options: dict[str, Any]) -> Any:
+            memory = torch.tensor(array, device=device).mT
+            return tensor.convert_layout(
+                tensor.wrap_torch_tensor(memory, dtype=dtype), getattr(layouts, kind), **options
+            )
 
-            def laid_out(array: np.ndarray, dtype: Any, kind: str, options: dict[str, Any]) -> Any:
-                memory = torch.tensor(array, device=device).mT
-                return tensor.convert_layout(
-                    tensor.wrap_torch_tensor(memory, dtype=dtype), getattr(layouts, kind), **options
-                )
-
-            weight = laid_out(codes, tensor.FP4, values_kind, values_options)
-            scale = laid_out(scales, None, scales_kind, scales_options)
-            given = (weight, matmul_ogs.PrecisionConfig(weight_scale=scale))
-            mine, precision = from_upstream(given)
-        assert list(mine.shape) == [_EXPERTS, K, N], f"shape {list(mine.shape)}"
-        parts = (mine.data.mT, getattr(precision.weight_scale, "data", precision.weight_scale).mT)
-        for part, wanted in zip(parts, (codes, scales), strict=True):
-            assert tuple(part.shape) == wanted.shape, f"memory {list(part.shape)}, expected {list(wanted.shape)}"
-        return Answer(torch.cat(parts, dim=-1), np.concatenate((codes, scales), axis=-1), bound=0.0)
-
-    return run
+        weight = laid_out(codes, tensor.FP4, values_kind, values_options)
+        scale = laid_out(scales, None, scales_kind, scales_options)
+        given = (weight, matmul_ogs.PrecisionConfig(weight_scale=scale))
+        mine, precision = from_upstream(given)
+    assert list(mine.shape) == [_EXPERTS, K, N], f"shape {list(mine.shape)}"
+    parts = (mine.data.mT, getattr(precision.weight_scale, "data", precision.weight_scale).mT)
+    for part, wanted in zip(parts, (codes, scales), strict=True):
+        assert tuple(part.shape) == wanted.shape, f"memory {list(part.shape)}, expected {list(wanted.shape)}"
+    return Answer(torch.cat(parts, dim=-1), np.concatenate((codes, scales), axis=-1), bound=0.0)
 
 
 def cases() -> list[Case]:

@@ -14,7 +14,7 @@ from moe_torch.modular import vllm
 from tools.upstream.adapt_cases import KINDS, call_of, layer_of, our_experts
 from tools.upstream.imports import QUANTIZATION, Names
 from tools.upstream.problems import M, draw
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 from tools.upstream.stand_ins import Settings
 from tools.upstream.vllm_parts import their_batched, their_moe_config, their_no_dp_ep, vllm_file
 
@@ -42,35 +42,32 @@ def _chosen(label: str, config: Any) -> tuple[Any, Any]:
     )
 
 
-def _offered(label: str, batched: bool = False) -> Run:
+@of_device
+def _offered(device: str, label: str, batched: bool = False) -> Answer:
     """vLLM chooses, makes the kernel, and the result has the bits of ours, or with its batched prepare its size."""
-
-    def run(device: str) -> Answer:
-        vllm.register()
-        vllm.register()
-        kind, (oracle, _) = KINDS[label], CHOICES[label]
-        sizes: Any = {"hidden": 256, "width": 128} if kind.weights is formats.FP8_BLOCK else {}
-        drawn = draw(kind.weights, **sizes)
-        config = their_moe_config(drawn, "silu")
-        config.moe_backend = "batched_triton" if batched else "triton"
-        backend, experts = _chosen(label, config)
-        name = "BatchedTritonExperts" if batched else "TritonExperts"
-        assert issubclass(experts, getattr(modular, name)), experts
-        # The kernels of mxfp8 are made as those of fp8.
-        oracle = "fp8" if oracle == "mxfp8" else oracle
-        layer, module = layer_of(drawn, kind, name, device), vllm_file(f"oracle.{oracle}")
-        part = their_batched(drawn) if batched else their_no_dp_ep()
-        module.maybe_make_prepare_finalize = lambda **_: part
-        named = {"quant_config" if oracle == "unquantized" else "moe_quant_config": layer.theirs}
-        named["backend" if oracle == "unquantized" else f"{oracle}_backend"] = backend
-        kernel = getattr(module, f"make_{oracle}_moe_kernel")(moe_config=config, experts_cls=experts, **named)
-        call = call_of(drawn, "silu", False, layer)
-        if batched:
-            return Answer(kernel.apply(*call), drawn.expected("silu"))
-        own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, M))
-        return Answer(kernel.apply(*call), own.apply(*call).float().cpu().numpy(), bound=0.0)
-
-    return run
+    vllm.register()
+    vllm.register()
+    kind, (oracle, _) = KINDS[label], CHOICES[label]
+    sizes: Any = {"hidden": 256, "width": 128} if kind.weights is formats.FP8_BLOCK else {}
+    drawn = draw(kind.weights, **sizes)
+    config = their_moe_config(drawn, "silu")
+    config.moe_backend = "batched_triton" if batched else "triton"
+    backend, experts = _chosen(label, config)
+    name = "BatchedTritonExperts" if batched else "TritonExperts"
+    assert issubclass(experts, getattr(modular, name)), experts
+    # The kernels of mxfp8 are made as those of fp8.
+    oracle = "fp8" if oracle == "mxfp8" else oracle
+    layer, module = layer_of(drawn, kind, name, device), vllm_file(f"oracle.{oracle}")
+    part = their_batched(drawn) if batched else their_no_dp_ep()
+    module.maybe_make_prepare_finalize = lambda **_: part
+    named = {"quant_config" if oracle == "unquantized" else "moe_quant_config": layer.theirs}
+    named["backend" if oracle == "unquantized" else f"{oracle}_backend"] = backend
+    kernel = getattr(module, f"make_{oracle}_moe_kernel")(moe_config=config, experts_cls=experts, **named)
+    call = call_of(drawn, "silu", False, layer)
+    if batched:
+        return Answer(kernel.apply(*call), drawn.expected("silu"))
+    own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), our_experts(name, layer.ours, M))
+    return Answer(kernel.apply(*call), own.apply(*call).float().cpu().numpy(), bound=0.0)
 
 
 def _only_when_named(device: str) -> Answer:

@@ -12,7 +12,7 @@ import torch
 from moe_torch import modular
 from tools.upstream.imports import MOE
 from tools.upstream.problems import E, M, Problem, draw, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 from tools.upstream.vllm_parts import (
     DRAWS,
     REPLACED,
@@ -71,106 +71,94 @@ def _values(tensor: torch.Tensor) -> Any:
     return tensor.float().cpu().numpy()
 
 
-def _no_dp_ep(name: str, problem: Callable[[], Problem], on_input: bool = False) -> Run:
+@of_device
+def _no_dp_ep(device: str, name: str, problem: Callable[[], Problem], on_input: bool = False) -> Answer:
     """vLLM's prepare and finalize around our experts, with the bits of ours."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        if on_input:
-            layer = layer._replace(ids=layer.ids[:, :1].copy(), weights=layer.weights[:, :1].copy())
-        given = tensors(layer, device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        if "OAI" not in name:
-            w1, w2 = given.w1, given.w2
-        outputs = []
-        for part in (their_no_dp_ep(), modular.MoEPrepareAndFinalizeNoEP()):
-            kernel = modular.FusedMoEKernel(part, getattr(modular, name)(our_config(given, arrays)))
-            tokens = (given.x, w1, w2, given.weights, given.ids, their_activation(SWIGLU))
-            outputs.append(kernel.apply(*tokens, -1, given.expert_map, on_input))
-        return Answer(outputs[0], _values(outputs[1]), bound=0.0)
-
-    return run
+    layer = problem()
+    if on_input:
+        layer = layer._replace(ids=layer.ids[:, :1].copy(), weights=layer.weights[:, :1].copy())
+    given = tensors(layer, device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    if "OAI" not in name:
+        w1, w2 = given.w1, given.w2
+    outputs = []
+    for part in (their_no_dp_ep(), modular.MoEPrepareAndFinalizeNoEP()):
+        kernel = modular.FusedMoEKernel(part, getattr(modular, name)(our_config(given, arrays)))
+        tokens = (given.x, w1, w2, given.weights, given.ids, their_activation(SWIGLU))
+        outputs.append(kernel.apply(*tokens, -1, given.expert_map, on_input))
+    return Answer(outputs[0], _values(outputs[1]), bound=0.0)
 
 
-def _experts(name: str, problem: Callable[[], Problem]) -> Run:
+@of_device
+def _experts(device: str, name: str, problem: Callable[[], Problem]) -> Answer:
     """vLLM's gpt-oss experts against ours of that name, both in our kernel."""
-
-    def run(device: str) -> Answer:
-        given = tensors(problem(), device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        kinds = (getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name), getattr(modular, name))
-        outputs = [
-            in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), kind(our_config(given, arrays)), given, (w1, w2), SWIGLU)
-            for kind in kinds
-        ]
-        return Answer(outputs[0], _values(outputs[1]), bound=FUSED if name == "OAITritonExperts" else OTHERS)
-
-    return run
+    given = tensors(problem(), device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    kinds = (getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name), getattr(modular, name))
+    outputs = [
+        in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), kind(our_config(given, arrays)), given, (w1, w2), SWIGLU)
+        for kind in kinds
+    ]
+    return Answer(outputs[0], _values(outputs[1]), bound=FUSED if name == "OAITritonExperts" else OTHERS)
 
 
-def _without_vllm(name: str, problem: Callable[[], Problem]) -> Run:
+@of_device
+def _without_vllm(device: str, name: str, problem: Callable[[], Problem]) -> Answer:
     """vLLM's file of gpt-oss experts, with our names for all that it imports of the kernel and its configurations."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        config, kinds = vllm_file("config"), vllm_file("activation").MoEActivation
-        assert config.FusedMoEConfig is modular.FusedMoEConfig and kinds is modular.MoEActivation
-        make = config.biased_moe_quant_config if given.scales[0] is None else config.mxfp4_w4a16_moe_quant_config
-        topk, width = layer.ids.shape[1], layer.b1.shape[1] // 2
-        moe_config = config.FusedMoEConfig(
-            *(E, topk, layer.x.shape[1], width, len(layer.b1), E, kinds.SWIGLUOAI, device),
-            *(config.RoutingMethodType.Renormalize, config.FusedMoEParallelConfig(), torch.bfloat16),
-        )
-        experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)(moe_config, make(**arrays))
-        options: Any = (kinds.SWIGLUOAI, -1, given.expert_map, False)
-        kernels = vllm_file("modular_kernel")
-        if "Monolithic" in name:
-            part = vllm_file("prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPMonolithic()
-            logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
-            actual = kernels.FusedMoEKernel(part, experts).apply_monolithic(given.x, w1, w2, logits, *options)
-            call: Any = (given.x, w1, w2, logits, topk, True)
-            named: Any = {"quant_config": our_config(given, arrays), "expert_map": given.expert_map}
-            own = modular.triton_kernel_moe_forward(*call, **named)
-        else:
-            tokens = (given.x, w1, w2, given.weights, given.ids)
-            actual = kernels.FusedMoEKernel(their_no_dp_ep(), experts).apply(*tokens, *options)
-            ours = getattr(modular, name)(our_config(given, arrays))
-            own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), ours).apply(*tokens, *options)
-        return Answer(actual, _values(own), bound=FUSED if name == "OAITritonExperts" else OTHERS)
-
-    return run
-
-
-def _monolithic(is_ours: bool, problem: Callable[[], Problem]) -> Run:
-    """vLLM's experts that route by themselves, and its prepare and finalize, in one of both kernels."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        config = our_config(given, arrays) if is_ours else their_config(given, arrays)
-        kind = vllm_file("experts.gpt_oss_triton_kernels_moe").OAITritonMxfp4ExpertsMonolithic
+    layer = problem()
+    given = tensors(layer, device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    config, kinds = vllm_file("config"), vllm_file("activation").MoEActivation
+    assert config.FusedMoEConfig is modular.FusedMoEConfig and kinds is modular.MoEActivation
+    make = config.biased_moe_quant_config if given.scales[0] is None else config.mxfp4_w4a16_moe_quant_config
+    topk, width = layer.ids.shape[1], layer.b1.shape[1] // 2
+    moe_config = config.FusedMoEConfig(
+        *(E, topk, layer.x.shape[1], width, len(layer.b1), E, kinds.SWIGLUOAI, device),
+        *(config.RoutingMethodType.Renormalize, config.FusedMoEParallelConfig(), torch.bfloat16),
+    )
+    experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)(moe_config, make(**arrays))
+    options: Any = (kinds.SWIGLUOAI, -1, given.expert_map, False)
+    kernels = vllm_file("modular_kernel")
+    if "Monolithic" in name:
         part = vllm_file("prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPMonolithic()
-        kernel = vllm_file("modular_kernel").FusedMoEKernel(part, kind(their_moe_config(layer, SWIGLU), config))
-        assert isinstance(kernel, modular.FusedMoEKernel) == is_ours and kernel.is_monolithic
-        call = (given.x, w1, w2, logits, their_activation(SWIGLU), -1, given.expert_map, False)
-        actual = kernel.apply_monolithic(*call, routing_sink=None)
-        own = modular.triton_kernel_moe_forward(
-            given.x,
-            w1,
-            w2,
-            logits,
-            layer.ids.shape[1],
-            True,
-            quant_config=our_config(given, arrays),
-            expert_map=given.expert_map,
-        )
-        return Answer(actual, _values(own), bound=OTHERS)
+        logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
+        actual = kernels.FusedMoEKernel(part, experts).apply_monolithic(given.x, w1, w2, logits, *options)
+        call: Any = (given.x, w1, w2, logits, topk, True)
+        named: Any = {"quant_config": our_config(given, arrays), "expert_map": given.expert_map}
+        own = modular.triton_kernel_moe_forward(*call, **named)
+    else:
+        tokens = (given.x, w1, w2, given.weights, given.ids)
+        actual = kernels.FusedMoEKernel(their_no_dp_ep(), experts).apply(*tokens, *options)
+        ours = getattr(modular, name)(our_config(given, arrays))
+        own = modular.FusedMoEKernel(modular.MoEPrepareAndFinalizeNoEP(), ours).apply(*tokens, *options)
+    return Answer(actual, _values(own), bound=FUSED if name == "OAITritonExperts" else OTHERS)
 
-    return run
+
+@of_device
+def _monolithic(device: str, is_ours: bool, problem: Callable[[], Problem]) -> Answer:
+    """vLLM's experts that route by themselves, and its prepare and finalize, in one of both kernels."""
+    layer = problem()
+    given = tensors(layer, device)
+    logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    config = our_config(given, arrays) if is_ours else their_config(given, arrays)
+    kind = vllm_file("experts.gpt_oss_triton_kernels_moe").OAITritonMxfp4ExpertsMonolithic
+    part = vllm_file("prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPMonolithic()
+    kernel = vllm_file("modular_kernel").FusedMoEKernel(part, kind(their_moe_config(layer, SWIGLU), config))
+    assert isinstance(kernel, modular.FusedMoEKernel) == is_ours and kernel.is_monolithic
+    call = (given.x, w1, w2, logits, their_activation(SWIGLU), -1, given.expert_map, False)
+    actual = kernel.apply_monolithic(*call, routing_sink=None)
+    own = modular.triton_kernel_moe_forward(
+        given.x,
+        w1,
+        w2,
+        logits,
+        layer.ids.shape[1],
+        True,
+        quant_config=our_config(given, arrays),
+        expert_map=given.expert_map,
+    )
+    return Answer(actual, _values(own), bound=OTHERS)
 
 
 def cases() -> list[Case]:

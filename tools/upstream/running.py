@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Concatenate, ParamSpec
 from unittest import mock
 
 import numpy as np
@@ -28,6 +29,18 @@ class Answer:
     actual: torch.Tensor
     expected: np.ndarray
     bound: float = BOUND
+
+
+_Rest = ParamSpec("_Rest")
+
+
+def of_device(function: Callable[Concatenate[str, _Rest], Answer]) -> Callable[_Rest, Run]:
+    """A function of a device and more, as one of the rest that gives a `Run`."""
+
+    def bound(*arguments: _Rest.args, **named: _Rest.kwargs) -> Run:
+        return lambda device: function(device, *arguments, **named)
+
+    return bound
 
 
 @dataclass(frozen=True)

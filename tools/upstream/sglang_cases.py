@@ -12,7 +12,7 @@ import torch
 
 from tools.upstream import imports
 from tools.upstream.problems import SAME_ROUNDINGS, TOPK, E, Problem, draw, draw_mxfp4, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 from tools.upstream.stand_ins import gelu_and_mul, silu_and_mul
 
 MOE = "sglang.srt.layers.moe"
@@ -80,50 +80,46 @@ def _weights(layer: Problem, device: str) -> tuple[Any, Any, Any, Any, Any]:
     return given.x, *codes, *(matmul.PrecisionConfig(b_mx_scale=one, b_microblock_size=32) for one in scales)
 
 
-def _forward(problem: Callable[[], Problem], activation: str, biased: bool, on_input: bool = False) -> Run:
+@of_device
+def _forward(
+    device: str, problem: Callable[[], Problem], activation: str, biased: bool, on_input: bool = False
+) -> Answer:
     """`triton_kernel_moe_forward`, or with biases its twin; the caller adds up a token's rows."""
-
-    def run(device: str) -> Answer:
-        layer, logits = routed(problem(), device, torch.bfloat16)
-        topk, experts = _file("topk"), _file("fused_moe_triton.triton_kernels_moe")
-        chosen = topk.TritonKernelTopKOutput(*topk.routing(logits, TOPK))
-        x, w1, w2, *precisions = _weights(layer, device)
-        config = types.SimpleNamespace(activation=activation, gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
-        if biased:
-            given = tensors(layer, device)
-            arguments = (x, w1, precisions[0], given.b1, w2, precisions[1], given.b2, chosen, config)
-            rows = experts.triton_kernel_moe_with_bias_forward(*arguments)
-        else:
-            rows = experts.triton_kernel_moe_forward(x, w1, w2, chosen, config, on_input)
-        layer = layer if biased else layer.without_biases()
-        # It rounds the first product, and each weighted row.
-        expected = layer.rounded("swigluoai" if biased else activation, before=not biased)
-        actual = rows.view(len(x), TOPK, -1).float().sum(1).to(torch.bfloat16)
-        return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
-
-    return run
-
-
-def _runner(problem: Callable[[], Problem], biased: bool) -> Run:
-    """`TritonKernelsRunnerCore`, which calls either function and adds up the rows."""
-
-    def run(device: str) -> Answer:
-        layer, logits = routed(problem(), device, torch.bfloat16)
-        runner, routing = _file("moe_runner.triton_kernels"), _file("topk").routing
-        x, w1, w2, *precisions = _weights(layer, device)
+    layer, logits = routed(problem(), device, torch.bfloat16)
+    topk, experts = _file("topk"), _file("fused_moe_triton.triton_kernels_moe")
+    chosen = topk.TritonKernelTopKOutput(*topk.routing(logits, TOPK))
+    x, w1, w2, *precisions = _weights(layer, device)
+    config = types.SimpleNamespace(activation=activation, gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+    if biased:
         given = tensors(layer, device)
-        biases = (given.b1, given.b2) if biased else (None, None)
-        options = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "apply_router_weight_on_input": False}
-        config = types.SimpleNamespace(is_gated=True, no_combine=False, activation="silu", **options)
-        core = runner.TritonKernelsRunnerCore(config)
-        input = runner.TritonKernelsRunnerInput(x, *routing(logits, TOPK))
-        info = runner.TritonKernelsQuantInfo(w1, w2, *biases, *precisions)
-        actual = core.run(input, info, {}).hidden_states
-        layer = layer if biased else layer.without_biases()
-        expected = layer.rounded("swigluoai" if biased else "silu", before=not biased)
-        return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
+        arguments = (x, w1, precisions[0], given.b1, w2, precisions[1], given.b2, chosen, config)
+        rows = experts.triton_kernel_moe_with_bias_forward(*arguments)
+    else:
+        rows = experts.triton_kernel_moe_forward(x, w1, w2, chosen, config, on_input)
+    layer = layer if biased else layer.without_biases()
+    # It rounds the first product, and each weighted row.
+    expected = layer.rounded("swigluoai" if biased else activation, before=not biased)
+    actual = rows.view(len(x), TOPK, -1).float().sum(1).to(torch.bfloat16)
+    return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
-    return run
+
+@of_device
+def _runner(device: str, problem: Callable[[], Problem], biased: bool) -> Answer:
+    """`TritonKernelsRunnerCore`, which calls either function and adds up the rows."""
+    layer, logits = routed(problem(), device, torch.bfloat16)
+    runner, routing = _file("moe_runner.triton_kernels"), _file("topk").routing
+    x, w1, w2, *precisions = _weights(layer, device)
+    given = tensors(layer, device)
+    biases = (given.b1, given.b2) if biased else (None, None)
+    options = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "apply_router_weight_on_input": False}
+    config = types.SimpleNamespace(is_gated=True, no_combine=False, activation="silu", **options)
+    core = runner.TritonKernelsRunnerCore(config)
+    input = runner.TritonKernelsRunnerInput(x, *routing(logits, TOPK))
+    info = runner.TritonKernelsQuantInfo(w1, w2, *biases, *precisions)
+    actual = core.run(input, info, {}).hidden_states
+    layer = layer if biased else layer.without_biases()
+    expected = layer.rounded("swigluoai" if biased else "silu", before=not biased)
+    return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
 
 def cases() -> list[Case]:

@@ -14,7 +14,7 @@ import torch
 from moe_core.formats import FP8_TENSOR
 from tools.upstream import imports
 from tools.upstream.problems import BOUND, SAME_ROUNDINGS, TOPK, E, M, Problem, draw, draw_mxfp4, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 
 _MODULE = "tensorrt_llm._torch.modules.fused_moe.fused_moe_triton"
 #: Modules that are TensorRT-LLM's own files, unmodified.
@@ -82,40 +82,39 @@ def _operators() -> None:
         assert made is not None
 
 
-def _ranks(problem: Callable[[], Problem], method: str, ranks: int, oai: bool = True, fp8: bool = False) -> Run:
+@of_device
+def _ranks(
+    device: str, problem: Callable[[], Problem], method: str, ranks: int, oai: bool = True, fp8: bool = False
+) -> Answer:
     """`apply` on every rank against the reference of its experts. oai: gpt-oss's activation, else silu. fp8: rows in
     e4m3 with static scales."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1))
-        scores, ids = logits.topk(TOPK, dim=-1)
-        layer = layer._replace(ids=ids.int().numpy(), weights=scores.softmax(-1).numpy())
-        file, outputs, expected = importlib.import_module(_MODULE), [], []
-        for rank in range(ranks):
-            part = layer.on_rank(ranks, rank, adjacent=True)
-            held = part if oai else _interleaved(part)
-            given = tensors(held, device)
-            module = types.SimpleNamespace(
-                **_weights(held, device),
-                **{"w3_w1_bias": given.b1, "w2_bias": given.b2, "bias": True, "dtype": torch.bfloat16},
-                **{"ep_size": ranks, "ep_rank": rank, "hidden_size": layer.x.shape[1]},
-                **{f"swiglu_{name}": value if oai else None for name, value in _OAI.items()},
-                routing_method=types.SimpleNamespace(experts_per_token=TOPK),
-            )
-            options = (torch.float8_e4m3fn if fp8 else torch.bfloat16,) if "MXFP4" in method else ()
-            if fp8:
-                _operators()
-                for name, scale in zip(("fc31_input_dequant", "fc2_input_dequant"), _SCALES, strict=True):
-                    setattr(module, name, torch.tensor(scale, device=device))
-            outputs.append(getattr(file, method)(*options).apply(module, given.x, logits.to(device)))
-            # Without gpt-oss's constants it computes each step of the activation in bf16.
-            scales = _SCALES if fp8 else None
-            expected.append(part.rounded("swigluoai", scales=scales) if oai else part.expected("silu"))
-        actual = torch.cat(outputs)
-        return Answer(actual, np.concatenate(expected), SAME_ROUNDINGS[actual.device.type] if oai else BOUND)
-
-    return run
+    layer = problem()
+    logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1))
+    scores, ids = logits.topk(TOPK, dim=-1)
+    layer = layer._replace(ids=ids.int().numpy(), weights=scores.softmax(-1).numpy())
+    file, outputs, expected = importlib.import_module(_MODULE), [], []
+    for rank in range(ranks):
+        part = layer.on_rank(ranks, rank, adjacent=True)
+        held = part if oai else _interleaved(part)
+        given = tensors(held, device)
+        module = types.SimpleNamespace(
+            **_weights(held, device),
+            **{"w3_w1_bias": given.b1, "w2_bias": given.b2, "bias": True, "dtype": torch.bfloat16},
+            **{"ep_size": ranks, "ep_rank": rank, "hidden_size": layer.x.shape[1]},
+            **{f"swiglu_{name}": value if oai else None for name, value in _OAI.items()},
+            routing_method=types.SimpleNamespace(experts_per_token=TOPK),
+        )
+        options = (torch.float8_e4m3fn if fp8 else torch.bfloat16,) if "MXFP4" in method else ()
+        if fp8:
+            _operators()
+            for name, scale in zip(("fc31_input_dequant", "fc2_input_dequant"), _SCALES, strict=True):
+                setattr(module, name, torch.tensor(scale, device=device))
+        outputs.append(getattr(file, method)(*options).apply(module, given.x, logits.to(device)))
+        # Without gpt-oss's constants it computes each step of the activation in bf16.
+        scales = _SCALES if fp8 else None
+        expected.append(part.rounded("swigluoai", scales=scales) if oai else part.expected("silu"))
+    actual = torch.cat(outputs)
+    return Answer(actual, np.concatenate(expected), SAME_ROUNDINGS[actual.device.type] if oai else BOUND)
 
 
 def cases() -> list[Case]:

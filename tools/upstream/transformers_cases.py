@@ -20,7 +20,7 @@ import moe_torch
 from moe_torch import compat
 from moe_torch.compat.triton_kernels.numerics_details.mxfp import downcast_to_mxfp, upcast_from_mxfp
 from tools.upstream.problems import TOPK, E, F, K, Problem, complaint, draw, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -140,16 +140,14 @@ def served(device: str) -> Iterator[Models]:
         yield Models(pathlib.Path(folder), device)
 
 
-def _case(check: Callable[[Models], Iterator[Answer]]) -> Run:
-    def run(device: str) -> Answer:
-        with served(device) as models:
-            *others, last = check(models)
-            for answer in others:
-                wrong = complaint(answer.actual, answer.expected, answer.bound)
-                assert wrong is None, wrong
-            return last
-
-    return run
+@of_device
+def _case(device: str, check: Callable[[Models], Iterator[Answer]]) -> Answer:
+    with served(device) as models:
+        *others, last = check(models)
+        for answer in others:
+            wrong = complaint(answer.actual, answer.expected, answer.bound)
+            assert wrong is None, wrong
+        return last
 
 
 def cases() -> list[Case]:

@@ -15,7 +15,7 @@ from moe_torch import modular
 from moe_torch.compat.triton_kernels import matmul_ogs
 from tools.upstream.imports import QUANTIZATION
 from tools.upstream.problems import SAME_ROUNDINGS, E, M, Problem, Tensors, draw, draw_mxfp4, tensors
-from tools.upstream.running import Answer, Case, Run
+from tools.upstream.running import Answer, Case, of_device
 from tools.upstream.vllm_parts import (
     DRAWS,
     SWIGLU,
@@ -49,56 +49,50 @@ def _made_as_theirs(device: str) -> Answer:
     return same_roundings("OAITritonExperts", layer, actual)
 
 
-def _naive_batched(call: Any, prepare_is_theirs: bool) -> Run:
+@of_device
+def _naive_batched(device: str, call: Any, prepare_is_theirs: bool) -> Answer:
     """vLLM's reference experts of the batched format, a class with a constructor of its own; call: in which kernel."""
-
-    def run(device: str) -> Answer:
-        layer = draw()
-        given = tensors(layer, device)
-        theirs = call is in_their_kernel
-        config = vllm_file("config").FUSED_MOE_UNQUANTIZED_CONFIG if theirs else modular.FUSED_MOE_UNQUANTIZED_CONFIG
-        kind = vllm_file("experts.fused_batched_moe").NaiveBatchedExperts
-        experts = kind(their_moe_config(layer, "silu"), config, max_num_tokens=M, num_dispatchers=1)
-        prepare_finalize = their_batched(layer) if prepare_is_theirs else modular.BatchedPrepareAndFinalize(M, E)
-        actual = call(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
-        return Answer(actual, layer.expected("silu", biases=False))
-
-    return run
+    layer = draw()
+    given = tensors(layer, device)
+    theirs = call is in_their_kernel
+    config = vllm_file("config").FUSED_MOE_UNQUANTIZED_CONFIG if theirs else modular.FUSED_MOE_UNQUANTIZED_CONFIG
+    kind = vllm_file("experts.fused_batched_moe").NaiveBatchedExperts
+    experts = kind(their_moe_config(layer, "silu"), config, max_num_tokens=M, num_dispatchers=1)
+    prepare_finalize = their_batched(layer) if prepare_is_theirs else modular.BatchedPrepareAndFinalize(M, E)
+    actual = call(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
+    return Answer(actual, layer.expected("silu", biases=False))
 
 
-def _moe_forward(problem: Callable[[], Problem], renormalize: bool) -> Run:
+@of_device
+def _moe_forward(device: str, problem: Callable[[], Problem], renormalize: bool) -> Answer:
     """`triton_kernel_moe_forward` routes: with logits that choose the ids of the problem."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
-        # Triton 3.5's `routing`, for one device, normalises in fp32, and vLLM before all other routes in bf16.
-        is_35 = vllm_file("experts.gpt_oss_triton_kernels_moe").triton_kernels_version == "3.5.1"
-        in_one, scores = is_35 and given.expert_map is None, logits.float()
-        if not renormalize:
-            scores = scores.softmax(-1) if in_one else logits.softmax(-1).float()
-        weights, ids = scores.topk(layer.ids.shape[1], dim=-1)
-        weights = weights.softmax(-1) if renormalize else weights
-        layer = layer._replace(ids=ids.to(torch.int32).cpu().numpy(), weights=weights.cpu().numpy())
-        w1, w2, arrays = gpt_oss_weights(given)
-        forward = vllm_file("experts.gpt_oss_triton_kernels_moe").triton_kernel_moe_forward
-        actual = forward(
-            given.x,
-            w1,
-            w2,
-            logits,
-            layer.ids.shape[1],
-            renormalize,
-            quant_config=their_config(given, arrays),
-            global_num_experts=global_experts_of(given),
-            expert_map=given.expert_map,
-        )
-        # vLLM packs the routing of a rank itself in Triton 3.5, with weights in bf16.
-        expected = layer.rounded(SWIGLU, weights=is_35 and not in_one)
-        return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
-
-    return run
+    layer = problem()
+    given = tensors(layer, device)
+    logits = torch.randn(M, E, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
+    # Triton 3.5's `routing`, for one device, normalises in fp32, and vLLM before all other routes in bf16.
+    is_35 = vllm_file("experts.gpt_oss_triton_kernels_moe").triton_kernels_version == "3.5.1"
+    in_one, scores = is_35 and given.expert_map is None, logits.float()
+    if not renormalize:
+        scores = scores.softmax(-1) if in_one else logits.softmax(-1).float()
+    weights, ids = scores.topk(layer.ids.shape[1], dim=-1)
+    weights = weights.softmax(-1) if renormalize else weights
+    layer = layer._replace(ids=ids.to(torch.int32).cpu().numpy(), weights=weights.cpu().numpy())
+    w1, w2, arrays = gpt_oss_weights(given)
+    forward = vllm_file("experts.gpt_oss_triton_kernels_moe").triton_kernel_moe_forward
+    actual = forward(
+        given.x,
+        w1,
+        w2,
+        logits,
+        layer.ids.shape[1],
+        renormalize,
+        quant_config=their_config(given, arrays),
+        global_num_experts=global_experts_of(given),
+        expert_map=given.expert_map,
+    )
+    # vLLM packs the routing of a rank itself in Triton 3.5, with weights in bf16.
+    expected = layer.rounded(SWIGLU, weights=is_35 and not in_one)
+    return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
 
 def _routing_data(device: str) -> Answer:
@@ -134,17 +128,14 @@ def _swizzled(device: str) -> Answer:
     return same_roundings(kind.__name__, layer, in_their_kernel(their_no_dp_ep(), experts, given, weights, SWIGLU))
 
 
-def _their_prepare(problem: Callable[[], Problem], kind: Any, batched: bool = False) -> Run:
+@of_device
+def _their_prepare(device: str, problem: Callable[[], Problem], kind: Any, batched: bool = False) -> Answer:
     """Our experts and kernel with vLLM's prepare and finalize; kind: our experts for a problem."""
-
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
-        actual = in_our_kernel(prepare_finalize, kind(given), given, (given.w1, given.w2), "silu")
-        return Answer(actual, layer.expected("silu"))
-
-    return run
+    layer = problem()
+    given = tensors(layer, device)
+    prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
+    actual = in_our_kernel(prepare_finalize, kind(given), given, (given.w1, given.w2), "silu")
+    return Answer(actual, layer.expected("silu"))
 
 
 def _on_input(device: str) -> Answer:
@@ -161,100 +152,89 @@ def _on_input(device: str) -> Answer:
     return Answer(actual, plain.expected("silu", biases=False))
 
 
-def _reduced(name: str) -> Run:
+@of_device
+def _reduced(device: str, name: str) -> Answer:
     """A class of vLLM that weights and reduces, as what our experts answer to our kernel."""
+    layer = draw(missing=name == "TopKWeightAndReduceNoOP")
+    given = tensors(layer, device)
+    reducing = getattr(vllm_file("topk_weight_and_reduce"), name)
 
-    def run(device: str) -> Answer:
-        layer = draw(missing=name == "TopKWeightAndReduceNoOP")
-        given = tensors(layer, device)
-        reducing = getattr(vllm_file("topk_weight_and_reduce"), name)
+    class Batched(modular.BatchedTritonExperts):
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return reducing(0)
 
-        class Batched(modular.BatchedTritonExperts):
-            def finalize_weight_and_reduce_impl(self) -> Any:
-                return reducing(0)
+    class Reduced(modular.TritonExperts):
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return reducing()
 
-        class Reduced(modular.TritonExperts):
-            def finalize_weight_and_reduce_impl(self) -> Any:
-                return reducing()
+    class Slots(modular.TritonExperts):
+        """Rows by slot, neither weighted nor added up, written with calls of our experts on single choices."""
 
-        class Slots(modular.TritonExperts):
-            """Rows by slot, neither weighted nor added up, written with calls of our experts on single choices."""
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return reducing()
 
-            def finalize_weight_and_reduce_impl(self) -> Any:
-                return reducing()
+        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
+            shape13, shape2, _ = super().workspace_shapes(M, N, K, topk, *rest)
+            return shape13, shape2, (M, topk, K)
 
-            def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
-                shape13, shape2, _ = super().workspace_shapes(M, N, K, topk, *rest)
-                return shape13, shape2, (M, topk, K)
+        def apply(self, output: Any, hidden_states: Any, w1: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> None:
+            for choice in range(ids.shape[1]):
+                rows, one = torch.empty_like(hidden_states), ids[:, choice : choice + 1].contiguous()
+                super().apply(rows, hidden_states, w1, w2, torch.ones_like(one, dtype=torch.float32), one, *rest)
+                output[:, choice] = rows
 
-            def apply(
-                self, output: Any, hidden_states: Any, w1: Any, w2: Any, weights: Any, ids: Any, *rest: Any
-            ) -> None:
-                for choice in range(ids.shape[1]):
-                    rows, one = torch.empty_like(hidden_states), ids[:, choice : choice + 1].contiguous()
-                    super().apply(rows, hidden_states, w1, w2, torch.ones_like(one, dtype=torch.float32), one, *rest)
-                    output[:, choice] = rows
-
-        config = modular.FusedMoEQuantConfig(w1_bias=given.b1, w2_bias=given.b2)
-        if name == "TopKWeightAndReduceNaiveBatched":
-            experts, prepare_finalize = Batched(M, 1, config), modular.BatchedPrepareAndFinalize(M, E)
-        else:
-            kind = Slots if name == "TopKWeightAndReduceContiguous" else Reduced
-            experts, prepare_finalize = kind(config), modular.MoEPrepareAndFinalizeNoEP()
-        actual = in_our_kernel(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
-        return Answer(actual, layer.expected("silu"))
-
-    return run
+    config = modular.FusedMoEQuantConfig(w1_bias=given.b1, w2_bias=given.b2)
+    if name == "TopKWeightAndReduceNaiveBatched":
+        experts, prepare_finalize = Batched(M, 1, config), modular.BatchedPrepareAndFinalize(M, E)
+    else:
+        kind = Slots if name == "TopKWeightAndReduceContiguous" else Reduced
+        experts, prepare_finalize = kind(config), modular.MoEPrepareAndFinalizeNoEP()
+    actual = in_our_kernel(prepare_finalize, experts, given, (given.w1, given.w2), "silu")
+    return Answer(actual, layer.expected("silu"))
 
 
-def _deep_gemm(prepare_quantizes: bool, batched: bool = False) -> Run:
+@of_device
+def _deep_gemm(device: str, prepare_quantizes: bool, batched: bool = False) -> Answer:
     """Our DeepGEMM experts and kernel with vLLM's prepare, which quantises or leaves it to them."""
+    layer = draw(FP8_BLOCK, hidden=256, width=128)
+    given = tensors(layer, device)
+    config = modular.FusedMoEQuantConfig.make(
+        use_fp8_w8a8=True, block_shape=[128, 128], w1_scale=given.scales[0], w2_scale=given.scales[1]
+    )
+    base: Any = modular.BatchedDeepGemmExperts if batched else modular.DeepGemmExperts
+    options = (M, 1) if batched else ()
 
-    def run(device: str) -> Answer:
-        layer = draw(FP8_BLOCK, hidden=256, width=128)
-        given = tensors(layer, device)
-        config = modular.FusedMoEQuantConfig.make(
-            use_fp8_w8a8=True, block_shape=[128, 128], w1_scale=given.scales[0], w2_scale=given.scales[1]
-        )
-        base: Any = modular.BatchedDeepGemmExperts if batched else modular.DeepGemmExperts
-        options = (M, 1) if batched else ()
+    class Experts(base):
+        expects_unquantized_inputs = not prepare_quantizes
 
-        class Experts(base):
-            expects_unquantized_inputs = not prepare_quantizes
+    prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
+    prepare, prepared = prepare_finalize.prepare, []
 
-        prepare_finalize = their_batched(layer) if batched else their_no_dp_ep()
-        prepare, prepared = prepare_finalize.prepare, []
+    @functools.wraps(prepare)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        prepared.append(prepare(*arguments, **named))
+        return prepared[-1]
 
-        @functools.wraps(prepare)
-        def watched(*arguments: Any, **named: Any) -> Any:
-            prepared.append(prepare(*arguments, **named))
-            return prepared[-1]
-
-        prepare_finalize.prepare = watched
-        actual = in_our_kernel(prepare_finalize, Experts(*options, config), given, (given.w1, given.w2), "silu")
-        dtypes = [found[0].dtype for found in prepared]
-        assert dtypes == [torch.float8_e4m3fn if prepare_quantizes else torch.bfloat16], f"prepare gave {dtypes}"
-        expected = layer.expected("silu", biases=False, activations=FP8_GROUP)
-        # A rounding to e4m3 that falls the other way moves an element by 2 ** -4.
-        return Answer(actual, expected, bound=0.04)
-
-    return run
+    prepare_finalize.prepare = watched
+    actual = in_our_kernel(prepare_finalize, Experts(*options, config), given, (given.w1, given.w2), "silu")
+    dtypes = [found[0].dtype for found in prepared]
+    assert dtypes == [torch.float8_e4m3fn if prepare_quantizes else torch.bfloat16], f"prepare gave {dtypes}"
+    expected = layer.expected("silu", biases=False, activations=FP8_GROUP)
+    # A rounding to e4m3 that falls the other way moves an element by 2 ** -4.
+    return Answer(actual, expected, bound=0.04)
 
 
-def _choices(kind: str, top_k: int, dtype: torch.dtype) -> Run:
+@of_device
+def _choices(device: str, kind: str, top_k: int, dtype: torch.dtype) -> Answer:
     """vLLM's experts on compat with another number of choices and another type of ids."""
-
-    def run(device: str) -> Answer:
-        layer = draw(top_k=top_k)
-        given = tensors(layer, device)
-        given = given._replace(ids=given.ids.to(dtype))
-        w1, w2, arrays = gpt_oss_weights(given)
-        experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), kind)
-        experts = experts(their_moe_config(layer, SWIGLU), their_config(given, arrays))
-        actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), SWIGLU)
-        return same_roundings(kind, layer, actual)
-
-    return run
+    layer = draw(top_k=top_k)
+    given = tensors(layer, device)
+    given = given._replace(ids=given.ids.to(dtype))
+    w1, w2, arrays = gpt_oss_weights(given)
+    experts = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), kind)
+    experts = experts(their_moe_config(layer, SWIGLU), their_config(given, arrays))
+    actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), SWIGLU)
+    return same_roundings(kind, layer, actual)
 
 
 def _standard(given: Tensors) -> Any:

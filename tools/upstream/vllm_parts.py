@@ -12,7 +12,7 @@ import torch
 from moe_torch import modular
 from tools.upstream.imports import MOE, WHOLE, Names
 from tools.upstream.problems import SAME_ROUNDINGS, E, M, Problem, Tensors, draw, draw_mxfp4, tensors
-from tools.upstream.running import Answer, Run
+from tools.upstream.running import Answer, of_device
 
 #: Modules of vLLM that ported classes import from `moe_torch.modular` instead.
 REPLACED = ("modular_kernel", "topk_weight_and_reduce", "config", "activation")
@@ -171,27 +171,23 @@ def same_roundings(name: str, layer: Problem, actual: torch.Tensor, activation: 
     return Answer(actual, expected, SAME_ROUNDINGS[actual.device.type])
 
 
-def experts_in_their_kernel(name: str, problem: Callable[[], Problem], activation: str) -> Run:
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
-        experts = kind(their_moe_config(layer, activation), their_config(given, arrays))
-        actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), activation)
-        return same_roundings(name, layer, actual, activation)
-
-    return run
+@of_device
+def experts_in_their_kernel(device: str, name: str, problem: Callable[[], Problem], activation: str) -> Answer:
+    layer = problem()
+    given = tensors(layer, device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
+    experts = kind(their_moe_config(layer, activation), their_config(given, arrays))
+    actual = in_their_kernel(their_no_dp_ep(), experts, given, (w1, w2), activation)
+    return same_roundings(name, layer, actual, activation)
 
 
-def experts_in_our_kernel(name: str, problem: Callable[[], Problem], activation: str) -> Run:
-    def run(device: str) -> Answer:
-        layer = problem()
-        given = tensors(layer, device)
-        w1, w2, arrays = gpt_oss_weights(given)
-        kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
-        experts = kind(our_config(given, arrays))
-        actual = in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), activation)
-        return same_roundings(name, layer, actual, activation)
-
-    return run
+@of_device
+def experts_in_our_kernel(device: str, name: str, problem: Callable[[], Problem], activation: str) -> Answer:
+    layer = problem()
+    given = tensors(layer, device)
+    w1, w2, arrays = gpt_oss_weights(given)
+    kind = getattr(vllm_file("experts.gpt_oss_triton_kernels_moe"), name)
+    experts = kind(our_config(given, arrays))
+    actual = in_our_kernel(modular.MoEPrepareAndFinalizeNoEP(), experts, given, (w1, w2), activation)
+    return same_roundings(name, layer, actual, activation)
