@@ -44,9 +44,7 @@ def plan_of(shape: Shape, tokens: int, target: Target) -> LaunchPlan:
     biases = (ArraySpec((experts, 2 * f), "float32"), ArraySpec((experts, d), "float32"))
     gate_up_bias, down_bias = biases if shape.biased else (None, None)
     weights = ExpertWeights(
-        *(ArraySpec(size, "bfloat16") for size in matrices),
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+        *(ArraySpec(size, "bfloat16") for size in matrices), gate_up_bias=gate_up_bias, down_bias=down_bias
     )
     logits = RouterLogits(ArraySpec((tokens, experts), "float32"))
     spec = MoESpec(shape.activation, shape.router, shape.weight_layout)

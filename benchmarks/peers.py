@@ -236,12 +236,7 @@ def why_not_timed(peer: Any, shape: Shape, num_tokens: int, seconds: float, *, e
 
 
 def add_peer(
-    row: dict[str, Any],
-    peer: Peer,
-    problem: Problem,
-    timer: Any,
-    seconds: float,
-    ours: Mapping[str, Callable[[], Any]],
+    row: dict[str, Any], peer: Peer, problem: Problem, timer: Any, seconds: float, ours: Mapping[str, Callable[[], Any]]
 ) -> str | None:
     """Add one peer's figures to a row and return None, or the reason why it lacks some.
 

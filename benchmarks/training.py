@@ -38,13 +38,7 @@ from benchmarks.provenance import provenance
 from benchmarks.record import reason_of, reasons, table, write_record
 from benchmarks.shapes import ALL_SHAPES
 from benchmarks.timing import GraphTimer, free_memory
-from benchmarks.training_peers import (
-    TRAINING_PEERS,
-    TrainingPeer,
-    dense_step,
-    sample,
-    time_training_peer,
-)
+from benchmarks.training_peers import TRAINING_PEERS, TrainingPeer, dense_step, sample, time_training_peer
 from benchmarks.training_problem import (
     Step,
     TrainingProblem,

@@ -129,11 +129,7 @@ class Checkpoint:
         return self.architecture.moe_layers
 
     def layer(
-        self,
-        layer: int,
-        progress: Callable[[ReadProgress], object] | None = None,
-        *,
-        allow_bad_scales: bool = False,
+        self, layer: int, progress: Callable[[ReadProgress], object] | None = None, *, allow_bad_scales: bool = False
     ) -> MoELayer:
         """Read the tensors of one MoE layer; progress is called as bytes arrive.
 

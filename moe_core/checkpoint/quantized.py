@@ -253,11 +253,7 @@ def _apart(name: str, stack: Stack) -> dict[str, Stack]:
 
 
 def _packed_stacks(
-    name: str,
-    stack: Stack,
-    pairs: Iterable[tuple[Part, Packing | None]],
-    resolver: Resolver,
-    checks: Mapping[int, Any],
+    name: str, stack: Stack, pairs: Iterable[tuple[Part, Packing | None]], resolver: Resolver, checks: Mapping[int, Any]
 ) -> dict[str, Stack]:
     """The stacks of a quantised weight's arrays: `experts.down.values`."""
     parts: dict[str, list[Part]] = {}

@@ -105,11 +105,7 @@ def written_names(architecture: Architecture, layer: int, storage: str | None, n
 
 
 def found_names(
-    architecture: Architecture,
-    layer: int,
-    index: TensorIndex,
-    holds: Callable[[str], bool],
-    nested: tuple[str, ...],
+    architecture: Architecture, layer: int, index: TensorIndex, holds: Callable[[str], bool], nested: tuple[str, ...]
 ) -> LayerNames:
     """The names of a layer in the files. holds: True for a weight in them, quantised or not."""
     naming = architecture.naming

@@ -20,12 +20,7 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(
-    spec: MoELayerSpec,
-    default: Storage,
-    tokens: int | Sequence[int],
-    param_dtype: str,
-    *,
-    training: bool = False,
+    spec: MoELayerSpec, default: Storage, tokens: int | Sequence[int], param_dtype: str, *, training: bool = False
 ) -> LayerCost:
     """The cost of a forward; with training, of a forward and its backward.
 

@@ -151,10 +151,7 @@ def split_tokens(
                     "would be gathered; reshard x along its batch axes"
                 )
             dims = [tuple(name for name in names if name in free) for names in rows]
-        kinds, is_traced = (
-            dict(zip(mesh.axis_names, mesh.axis_types, strict=True)),
-            isinstance(x, Tracer),
-        )
+        kinds, is_traced = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), isinstance(x, Tracer)
         wanted = tuple(name for name in free if spec is None or (is_traced and kinds[name] == AxisType.Auto))
     for name in dict.fromkeys((*wanted, *needed)):
         if not any(name in names for names in dims):
@@ -227,13 +224,9 @@ def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: 
     arrays = tuple(tree for tree, _ in arguments)
     flat, structure = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(
-        tuple(jax.tree.broadcast(spec, tree, is_leaf=_is_spec) for tree, spec in arguments),
-        is_leaf=_is_spec,
+        tuple(jax.tree.broadcast(spec, tree, is_leaf=_is_spec) for tree, spec in arguments), is_leaf=_is_spec
     )
-    return _run(
-        Program(local, split, structure, tuple(specs), out_specs, platforms.targets()),
-        *flat,
-    )
+    return _run(Program(local, split, structure, tuple(specs), out_specs, platforms.targets()), *flat)
 
 
 @dataclass(frozen=True)
@@ -383,10 +376,7 @@ def _run(program: Program, *arrays: Any) -> Any:
         def placed(array: Any, spec: PartitionSpec) -> Any:
             # Types of arrays have shardings, and shard_map moves no array.
             shown = [tuple(name for name in as_names(entry) if kinds[name] == AxisType.Explicit) for entry in spec]
-            return jax.sharding.reshard(
-                array,
-                NamedSharding(mesh, PartitionSpec(*(names or None for names in shown))),
-            )
+            return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*(names or None for names in shown))))
 
         arrays = tuple(map(placed, arrays, program.specs))
     call = jax.shard_map(

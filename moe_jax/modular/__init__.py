@@ -11,12 +11,7 @@ from moe_core.modular.activations import activation_of
 from moe_core.modular.deep_gemm import deep_gemm_block_shape
 from moe_core.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_core.modular.schemes import QuantKey, ScaleDesc
-from moe_core.modular.types import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    FusedMoEParallelConfig,
-    SlotContext,
-)
+from moe_core.modular.types import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEParallelConfig, SlotContext
 from moe_jax.modular.deep_gemm import (
     batched_deep_gemm_experts,
     deep_gemm_experts,

@@ -9,12 +9,7 @@ Public functions here keep the published parameters, however many.
 from moe_core.modular.activations import activation_of
 from moe_core.modular.deep_gemm import deep_gemm_block_shape
 from moe_core.modular.schemes import QuantKey, ScaleDesc
-from moe_core.modular.types import (
-    FusedMoEActivationFormat,
-    FusedMoEParallelConfig,
-    ProblemSize,
-    SlotContext,
-)
+from moe_core.modular.types import FusedMoEActivationFormat, FusedMoEParallelConfig, ProblemSize, SlotContext
 from moe_torch.modular.calls import PreparedTokens
 from moe_torch.modular.deep_gemm import (
     is_blackwell_deep_gemm_e8m0_used,

@@ -16,16 +16,7 @@ from moe_core.specs.operands import LoRAFactors
 from moe_jax import layers
 from tools.fuzz.case import Case
 from tools.fuzz.data import is_parameter
-from tools.fuzz.engines import (
-    OPS,
-    Results,
-    device_of,
-    layer_name,
-    layer_spec,
-    routed_ids,
-    running_on,
-    trained,
-)
+from tools.fuzz.engines import OPS, Results, device_of, layer_name, layer_spec, routed_ids, running_on, trained
 
 
 def run(case: Case, arrays: Mapping[str, torch.Tensor], engine: str) -> Results:

@@ -107,11 +107,7 @@ def opened(package: pathlib.Path, **split: int) -> Iterator[tuple[Any, Any, Any]
     sizes = tuple(split.get(axis, 1) for axis in axes)
     types, devices = (jax.sharding.AxisType.Auto,) * len(axes), jax.devices()[: math.prod(sizes)]
     mesh = jax.make_mesh(sizes, axes, axis_types=types, devices=devices)
-    with (
-        imports.world(package.parent, STAND_INS, {}, SERVED),
-        jax.set_mesh(mesh),
-        nn.logical_axis_rules(rules),
-    ):
+    with imports.world(package.parent, STAND_INS, {}, SERVED), jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         moe = importlib.import_module("maxtext.layers.moe")
         init = importlib.import_module("maxtext.layers.initializers").nd_dense_init(1.0, "fan_in", "truncated_normal")
         yield moe, init, mesh

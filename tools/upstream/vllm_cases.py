@@ -273,11 +273,7 @@ def cases() -> list[Case]:
         Case("b Batched, bf16, our kernel and experts", ours_reducing, _their_prepare(draw, _batched_experts, True)),
         *(
             Case(f"b {name}, our kernel and experts", ours, _reduced(name))
-            for name in (
-                "TopKWeightAndReduceNoOP",
-                "TopKWeightAndReduceContiguous",
-                "TopKWeightAndReduceNaiveBatched",
-            )
+            for name in ("TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous", "TopKWeightAndReduceNaiveBatched")
         ),
     ]
     found += [

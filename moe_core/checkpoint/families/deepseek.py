@@ -173,8 +173,7 @@ def _latent_size(config: ModelConfig) -> Mapping[str, Any]:
 
 DEEPSEEK = {
     "deepseek_v3": replace(
-        _V3,
-        requires=(("scoring_func", "sigmoid", "another score"), ("topk_method", "noaux_tc", "another selection")),
+        _V3, requires=(("scoring_func", "sigmoid", "another score"), ("topk_method", "noaux_tc", "another selection"))
     ),
     # The models below do not read scoring_func and topk_method.
     "deepseek_v32": _V3,

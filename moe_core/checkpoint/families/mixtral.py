@@ -33,13 +33,7 @@ _TOPK_FIRST = routing(
 )
 _NAMES = Naming(("mlp", "block_sparse_moe"), per_expert=("w1", "w3", "w2"))
 
-_MIXTRAL = Family(
-    router=routing(),
-    layers=every_layer,
-    width=("intermediate_size",),
-    experts=_EXPERTS,
-    naming=_NAMES,
-)
+_MIXTRAL = Family(router=routing(), layers=every_layer, width=("intermediate_size",), experts=_EXPERTS, naming=_NAMES)
 _NOISE = "router_jitter_noise"
 _GRANITE_NAMES = Naming(
     ("block_sparse_moe",),
@@ -115,10 +109,7 @@ MIXTRAL = {
         naming=replace(
             _NAMES,
             correction_bias=("gate.e_score_correction_bias", "e_score_correction_bias"),
-            shared=(
-                _GATE_UP,
-                mlp_names("shared_experts"),
-            ),
+            shared=(_GATE_UP, mlp_names("shared_experts")),
             nested_prefixes=("model.language_model.", "language_model.model."),
         ),
         alone=Naming(per_expert=None, shared=(_GATE_UP,)),
@@ -126,10 +117,7 @@ MIXTRAL = {
     "granitemoe": replace(_GRANITE, shared=None),
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE,
-    "granitemoe_swa": replace(
-        _GRANITE,
-        naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,)),
-    ),
+    "granitemoe_swa": replace(_GRANITE, naming=replace(_GRANITE_NAMES, router=("router.weight",), fused=(_FUSED,))),
     # Each expert's module holds one tensor, and a bias is added to their sum.
     "jetmoe": replace(
         _MIXTRAL,
@@ -335,7 +323,4 @@ _GEMMA4 = Family(
     naming=Naming(("",), router=("router.proj.weight",), per_expert=None),
     requires=(("enable_moe_block", True, "a model without experts"),),
 )
-GEMMA = {
-    "gemma4_text": replace(_GEMMA4, given=("enable_moe_block",)),
-    "diffusion_gemma_text": _GEMMA4,
-}
+GEMMA = {"gemma4_text": replace(_GEMMA4, given=("enable_moe_block",)), "diffusion_gemma_text": _GEMMA4}

@@ -209,13 +209,7 @@ def _like(values: Any, weight: Weight) -> Any:
     return ops.dequantize(values, weight.array.dtype)
 
 
-def ragged_k(
-    x: Operand,
-    w: Operand,
-    metadata: Pair,
-    precision: PrecisionConfig,
-    fused: Fused,
-) -> torch.Tensor:
+def ragged_k(x: Operand, w: Operand, metadata: Pair, precision: PrecisionConfig, fused: Fused) -> torch.Tensor:
     """`[E, M, N]` in precision.out_dtype."""
     if fused.bias is not None:
         raise InvalidInput("bias must be None where K is ragged, as slices are summed; add it to the result")

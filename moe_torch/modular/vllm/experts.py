@@ -43,11 +43,7 @@ class AdaptedExperts(_Base):
     kernels: Any
 
     def __init__(
-        self,
-        moe_config: Any,
-        quant_config: Any,
-        max_num_tokens: int | None = None,
-        num_dispatchers: int | None = None,
+        self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
     ) -> None:
         self.require(moe_config, quant_config)
         batch = {"max_num_tokens": max_num_tokens, "num_dispatchers": num_dispatchers}
