@@ -47,6 +47,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
+from moe_core.layers.weights import warn_left_out
 from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
@@ -326,6 +327,7 @@ class MoE(nn.Module):
     @nn.nowrap
     def export_weights(self, variables: Any) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights (for a stack, of each layer) in `variables` in the canonical form."""
+        warn_left_out(lora=LORA in variables)
         return layers.export_weights(self._parameters(variables), self.spec, self.num_layers)
 
     @nn.nowrap

@@ -40,6 +40,7 @@ from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import Scheme
 from moe_core.layers import MAXTEXT, LayerCost, layer_cost
+from moe_core.layers.weights import warn_left_out
 from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport
 from moe_jax import layers
@@ -283,6 +284,7 @@ class MoE(AdaptedLayer):
 
     def export_weights(self) -> layers.LayerWeights | list[layers.LayerWeights]:
         """The weights (for a stack, of each layer) in the canonical form and this storage."""
+        warn_left_out(lora=self.lora is not None)
         return layers.export_weights(self.parameters(), self.spec, self.num_layers)
 
     def quantize_experts(self, scheme: Scheme) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -315,4 +316,13 @@ def _require_names(what: str, given: list[str], wanted: list[str]) -> None:
         raise InvalidInput(
             f"{what} must hold {', '.join(wanted)}; got one that {' and '.join(problems)}; make both sides the same "
             "kind of layer"
+        )
+
+
+def warn_left_out(**parts: Any) -> None:
+    """Name what a layer has and its `LayerWeights` do not hold: parts that are not empty."""
+    if names := [name if value is True else f"{name}={value}" for name, value in parts.items() if value]:
+        warnings.warn(
+            f"export_weights leaves out {', '.join(names)}; give it to the new layer (adapters by export and load)",
+            stacklevel=3,
         )

@@ -89,6 +89,10 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(*saved.values())
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise Unsupported("moe_torch has no forward mode, as torch.func.hessian and jacfwd take it; use reverse mode")
+
+    @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, names, computed = ctx.rule, ctx.rule.operator.names, {}
         if any(one is not None and private.is_batched(one) for one in gradients):

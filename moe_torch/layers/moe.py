@@ -13,6 +13,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec
 from moe_core.layers import LayerWeights, MoEAux, convert_weights
 from moe_core.layers.spec import HUGGING_FACE, ExpertsSpec, MoELayerSpec, SharedExpertsSpec
+from moe_core.layers.weights import warn_left_out
 from moe_core.specs.operands import RouterWeights
 from moe_core.specs.routing import RouterSpec
 from moe_torch.bridge.operator import Operator, call
@@ -195,7 +196,7 @@ class MoE(PlannedLayer):
             of_part = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             present = of_part or getattr(spec, part, None) is not None
             setattr(self, part, group(of_part, at_first, dtype, quantized, trained=trained) if present else None)
-        self.register_module("lora", None)
+        self.lora: Any = None  # no module, so that a state_dict with adapters is not one of this layer
         self._part_names = tuple(part for part in _PARTS if getattr(self, part) is not None)
         self._is_quantized = quantized is not None
         # Factors are applied between the stages, and other parts around the operator.
@@ -275,7 +276,7 @@ class MoE(PlannedLayer):
         """
         routed_by = gate_inputs is not None or expert_ids is not None or input_ids is not None
         key, tensors, watch = self._key, None, self.watch if self.training else None
-        adapted = adapter_ids is not None or self._modules["lora"] is not None
+        adapted = adapter_ids is not None or self._modules.get("lora") is not None
         if token_mask is None and not (routed_by or return_aux or watch or adapted) and self.output is None:
             tensors = tensors_of(self, x)
             if tensors is not None and not any_autocast():
@@ -307,7 +308,7 @@ class MoE(PlannedLayer):
         elif staged:
             scored = arrays[0] if gate_inputs is None else rows_of(like_x(gate_inputs, x), d_model, dtype)
             preset_ids = given_ids(self, x, expert_ids, input_ids)
-            lora = adapters_of(self, arrays[0], x, adapter_ids) if adapted else None
+            lora = adapters_of(self, x, adapter_ids) if adapted else None
             stage_results = run_stages(self, arrays[0], arrays[self._mask_place], scored, preset_ids, lora)
             output, ids, chosen, logits, counts, invalid, *_ = stage_results
             overflow = getattr(stage_results, "overflow", None)
@@ -378,8 +379,7 @@ class MoE(PlannedLayer):
                 f"tokens_per_expert must be [num_experts] = {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}; "
                 "pass MoEAux.tokens_per_expert"
             )
-        # Integers: an expert at the mean gets exactly no step.
-        counts = tokens_per_expert.to(torch.int64)
+        counts = tokens_per_expert.to(torch.int64)  # an expert at the mean gets exactly no step
         bias.add_(torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype), alpha=rate)
 
     def load_weights(self, weights: LayerWeights) -> None:
@@ -395,6 +395,6 @@ class MoE(PlannedLayer):
 
     def export_weights(self) -> LayerWeights:
         """Return canonical weights in the layer's storage, with shared memory on a CPU. A collective if sharded."""
-        tensors = self._tensors() | self.restored_tensors()
-        arrays = {name: gathered(name, tensor) for name, tensor in tensors.items()}
+        warn_left_out(lora=bool(self.lora), input_noise=self.input_noise, block_router="block_router" in vars(self))
+        arrays = {name: gathered(name, one) for name, one in (self._tensors() | self.restored_tensors()).items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

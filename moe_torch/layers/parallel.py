@@ -231,7 +231,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     exchange.calls = Calls.of_layer(number)
     _numbers[ranks.group] = number
     experts.exchange = exchange
-    lora: Any = layer._modules["lora"]
+    lora: Any = layer.lora
     if lora is not None:
         lora.share_out(exchange, layouts[1])
     layer.register_forward_pre_hook(exchange.before)

@@ -63,7 +63,7 @@ class PlannedLayer(PrepackedExperts):
         `layer.lora`. Raises InvalidInput for a layer with adapters, and Unsupported for one that takes none.
         """
         require_instance("lora", lora, LoRA)
-        if self._modules["lora"] is not None:
+        if self.lora is not None:
             raise InvalidInput("the layer must have no adapters yet, got some; load into their slots")
         lora.require_layer(self.spec)
         self.requires_grad_(False)
@@ -98,7 +98,7 @@ class PlannedLayer(PrepackedExperts):
         arrays = self._arrays(self._parts())
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
-        lora: Any = self._modules["lora"]
+        lora: Any = self.lora
         if lora is None:
             return operands_of(self._operator, (*arrays, self._options))
         ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")

@@ -20,6 +20,7 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
+from moe_torch.bridge.private import transforming
 from moe_torch.layers.lora.stages import LowRank, run_stages
 from moe_torch.operators.requests import moe_request
 
@@ -136,7 +137,7 @@ def operands_of(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
     options, device = options_of(experts), hidden_states.device.type
-    if device == "cpu" and not torch.compiler.is_compiling():
+    if device == "cpu" and not torch.compiler.is_compiling() and not transforming():
         _align(experts)
     is_fp8, is_packed, activations = _is_fp8(experts), _is_packed(experts), None
     _require_options(experts, options, is_fp8 or is_packed)

@@ -166,7 +166,7 @@ def test_dropout_is_of_training() -> None:
     np.testing.assert_array_equal(layer(X), plain(X))
 
     of_linen: Any = linen.MoE(D, F, E, K, lora=LoRA(rank=4, dropout=0.5))
-    variables = of_linen.load_weights(plain.export_weights()) | of_linen.init_lora(jax.random.key(0))
+    variables = of_linen.load_weights(make().export_weights()) | of_linen.init_lora(jax.random.key(0))
     variables = of_linen.load_lora(variables, 0, adapter(4, 5))
     dropped = [of_linen.apply(variables, X, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(dropped[0], dropped[1])

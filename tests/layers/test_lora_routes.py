@@ -84,10 +84,15 @@ def test_a_field(field: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(in_torch(one, x, ids), expected, err_msg=name)
     of_jax = options if options.dtype is None else dataclasses.replace(options, dtype=jnp.bfloat16)
     adapters = [map_arrays(layer.lora.export(slot), to_jax) for slot in range(options.slots)]
-    flax_layer = nnx.MoE.from_weights(layer.export_weights())
+    with pytest.warns(UserWarning, match="export_weights leaves out lora;"):
+        weights = layer.export_weights()
+    flax_layer = nnx.MoE.from_weights(weights)
     flax_layer.add_lora(of_jax, rngs=flax_nnx.Rngs(0))
-    module: Any = linen.MoE.from_spec(layer.export_weights().layer_spec(), lora=of_jax)
-    variables = module.load_weights(layer.export_weights()) | module.init_lora(jax.random.key(0))
+    module: Any = linen.MoE.from_spec(weights.layer_spec(), lora=of_jax)
+    variables = module.load_weights(weights) | module.init_lora(jax.random.key(0))
+    for export in (flax_layer.export_weights, lambda: module.export_weights(variables)):
+        with pytest.warns(UserWarning, match="export_weights leaves out lora;"):
+            export()
     for slot, factors in enumerate(adapters):
         flax_layer.lora.load(slot, factors)
         variables = module.load_lora(variables, slot, factors)

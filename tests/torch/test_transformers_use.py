@@ -203,3 +203,7 @@ def test_float64_models_run_in_float64() -> None:
         wanted = model(ids).logits
         moe_torch.transformers.use(model)
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-6, atol=1e-8)
+        model(ids).logits.sum().backward()
+        held = dict(model.named_parameters())
+        changes = torch.func.grad(lambda held: torch.func.functional_call(model, held, (ids,)).logits.sum())(held)
+        assert all(torch.equal(changes[name], one.grad) for name, one in held.items() if one.grad is not None)

@@ -177,15 +177,15 @@ class LoRAParameters(torch.nn.Module):
         return str(self.options)
 
 
-def adapters_of(layer: Any, rows: torch.Tensor, x: torch.Tensor, adapter_ids: Any) -> tuple[LoRAFactors, torch.Tensor]:
-    """The factors of a call, and ids int32 `[T]`. rows: x `[T, D]`."""
-    lora: LoRAParameters | None = layer._modules["lora"]
+def adapters_of(layer: Any, x: torch.Tensor, adapter_ids: Any) -> tuple[LoRAFactors, torch.Tensor]:
+    """The factors of a call, and ids int32 `[T]`."""
+    lora: LoRAParameters | None = layer._modules.get("lora")
     if lora is None:
         raise InvalidInput("adapter_ids must be None for a layer without adapters, got ids; call add_lora first")
     if adapter_ids is None:
         if lora.options.slots > 1:
             raise InvalidInput("adapter_ids must be given to a layer with several slots, got None; pass int32 ids")
-        adapter_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device)
+        adapter_ids = torch.zeros(x.shape[:-1], dtype=torch.int32, device=x.device)
     require_instance("adapter_ids", adapter_ids, torch.Tensor)
     if adapter_ids.shape != x.shape[:-1]:
         shape, got = list(x.shape[:-1]), list(adapter_ids.shape)
@@ -196,7 +196,7 @@ def adapters_of(layer: Any, rows: torch.Tensor, x: torch.Tensor, adapter_ids: An
 def run_with_adapters(layer: Any, arrays: list[Any], x: torch.Tensor, adapter_ids: Any) -> Any:
     """The results of the operator for a layer with adapters, then the overflow or None. arrays: of the layer's
     operator, rows first."""
-    factors, ids = adapters_of(layer, arrays[0], x, adapter_ids)
+    factors, ids = adapters_of(layer, x, adapter_ids)
     if layer._modules["experts"].__dict__.get("exchange") is None:
         return *call(*adapted_call(layer, arrays, factors, ids)), None
     parts, experts = layer._parts(), layer.experts

@@ -310,6 +310,8 @@ def test_noise_of_training_is_the_blocks(family: str) -> None:
         torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
         assert ids is None or torch.equal(aux.ids.sort(-1).values, ids.sort(-1).values.int())
         assert torch.equal(layer(draw()), layer(draw())) != training
+        with pytest.warns(UserWarning, match=r"export_weights leaves out input_noise=0\.3"):
+            layer.export_weights()
 
 
 def test_sparsemixer_is_not_trained() -> None:

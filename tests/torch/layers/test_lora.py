@@ -304,6 +304,8 @@ def test_bad_slots_and_options() -> None:
             call()
     with pytest.raises(Unsupported, match="targets"):
         LoRA(4, targets=("router",))
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"lora\.a2", "lora\.b2"'):
+        layer_of().load_state_dict(layer.state_dict())
 
 
 def test_traces_and_float64() -> None:
@@ -313,6 +315,7 @@ def test_traces_and_float64() -> None:
         y, aux = layer(x, return_aux=True)
     (routing,) = recording.layers
     assert torch.equal(routing.ids, aux.ids) and torch.equal(routing.weights, aux.weights)
+    assert torch.equal(layer(x.view(3, 4, 64)), y.view(3, 4, 64))
     turned = trace.LayerRouting(routing.ids.roll(1, 0), routing.weights.roll(1, 0), 4)
     with trace.replay([turned]):
         moved, aux = layer(x, return_aux=True)

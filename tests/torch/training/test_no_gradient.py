@@ -116,6 +116,7 @@ def test_integer_operators_do_not_mind_grad_mode() -> None:
     assert stages.MAKE_LAYOUT.overload is torch.ops.moebius.make_layout.default
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_batched_gradients_are_refused_with_the_reason() -> None:
     layer, x = moe_torch.MoE(16, 24, 4, 2), torch.randn(5, 16, requires_grad=True)
     calls = (
@@ -126,6 +127,8 @@ def test_batched_gradients_are_refused_with_the_reason() -> None:
     for call in calls:
         with pytest.raises(moe_torch.Unsupported, match="takes one gradient of its result at a time, got a batch"):
             call()
+    with pytest.raises(moe_torch.Unsupported, match="has no forward mode, as"):
+        torch.func.hessian(lambda x: layer(x).sum())(x.detach())
 
 
 def test_mutation_of_saved_tensors_may_be_allowed() -> None:
