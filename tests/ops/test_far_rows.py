@@ -129,17 +129,14 @@ def test_reduce_by_row(top_k: int) -> None:
     agree(found["out"][:, :64], last.astype(np.float32).reshape(LAST, top_k, WIDTH).sum(1)[:, :64])
 
 
-@pytest.mark.parametrize("order", ["row", "slot"])
-def test_activation_between_products_whose_rows_are_slots(order: str) -> None:
-    plans = []
-    for rows in (LAST, ROWS):
-        of_slot = integers(rows) if order == "slot" else None
-        operands = ExpertActivationOperands(half(rows, WIDTH), half(rows, 2 * WIDTH), of_slot, single(rows, 1))
-        plans.append(plan_expert_activation_backward(operands, SILU, HERE, order=order))
-    near, plan = plans
+def test_activation_between_products_whose_rows_are_slots() -> None:
+    near, plan = (
+        plan_expert_activation_backward(
+            ExpertActivationOperands(half(rows, WIDTH), half(rows, 2 * WIDTH), None, single(rows, 1)), SILU, HERE
+        )
+        for rows in (LAST, ROWS)
+    )
     given = {buffer.name: draw(buffer.spec) for buffer in near.inputs}
-    if order == "slot":
-        given["row_of_slot"] = np.array([0, -1, 2, 3, 1], np.int32)
     actual = run_last_programs(plan, {name: far(plan.spec(name), one) for name, one in given.items()})
     for name, wanted in run_plan(near, given).items():
         agree(actual[name][-LAST:], wanted)
@@ -148,11 +145,12 @@ def test_activation_between_products_whose_rows_are_slots(order: str) -> None:
 def test_activation_between_products() -> None:
     rows, places = ROWS, np.arange(ROWS - LAST, ROWS, dtype=np.int32)
     operands = ExpertActivationOperands(half(rows, WIDTH), half(rows, 2 * WIDTH), integers(LAST), single(LAST, 1))
-    plan = plan_expert_activation_backward(operands, SILU, HERE)
+    plan = plan_expert_activation_backward(operands, SILU, HERE, slot_of_row=integers(rows))
     small = ExpertActivationOperands(half(LAST, WIDTH), half(LAST, 2 * WIDTH), integers(LAST), single(LAST, 1))
-    near = plan_expert_activation_backward(small, SILU, HERE)
+    near = plan_expert_activation_backward(small, SILU, HERE, slot_of_row=integers(LAST))
     given = {buffer.name: draw(buffer.spec) for buffer in near.inputs} | {"row_of_slot": places - places[0]}
-    spread = {name: far(plan.spec(name), given[name]) for name in ("d_hidden", "pre")}
+    given["slot_of_row"] = np.arange(LAST, dtype=np.int32)
+    spread = {name: far(plan.spec(name), given[name]) for name in ("d_hidden", "pre", "slot_of_row")}
     actual = run_last_programs(plan, given | spread | {"row_of_slot": places})
     for name, wanted in run_plan(near, given).items():
         agree(actual[name][-LAST:], wanted)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_choice, require_spec, row_stride
+from moe_core.base import ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
 from moe_core.base.sizes import elementwise_tile
 from moe_core.errors import InvalidInput
 from moe_core.ops.activation.forward import check_input, function_constants, input_constants
 from moe_core.ops.activation.kernels import backward as kernels
-from moe_core.ops.common.zero_rows import launch_zero_rows
 from moe_core.plan import LaunchPlan, PlanBuilder, Role, declare_kernel, passed
 from moe_core.specs import Activation
 from moe_core.specs.operands import ExpertActivationOperands, named_arrays
@@ -61,9 +60,10 @@ def _row_tile(width: int, target: Target) -> tuple[int, int]:
     return _ELEMENTS[target.engine] // columns, columns
 
 
-def _validate(operands: ExpertActivationOperands, activation: Activation, order: str) -> tuple[int, int]:
+def _validate(
+    operands: ExpertActivationOperands, activation: Activation, slot_of_row: ArraySpec | None
+) -> tuple[int, int]:
     pre, row_of_slot = operands.pre, operands.row_of_slot
-    require_choice("order", order, ("row", "slot"))
     require_spec("d_hidden", operands.d_hidden, ("num_rows", "d_ff"), dtypes.MATMUL_DTYPES)
     rows, width = operands.d_hidden.shape
     require_spec("pre", pre, (rows, activation.input_width(width)), dtypes.MATMUL_DTYPES)
@@ -71,13 +71,12 @@ def _validate(operands: ExpertActivationOperands, activation: Activation, order:
     if row_of_slot is not None:
         require_spec("row_of_slot", row_of_slot, ("num_tokens * top_k",), "int32")
         slots = row_of_slot.shape[0]
-        if order == "slot" and slots != rows:
-            raise InvalidInput(
-                f"d_hidden must have a row per slot for order='slot', got {rows} for {slots} slots"
-                "; pass a row for each slot"
-            )
-    elif order == "slot":
-        raise InvalidInput("row_of_slot must be given for order='slot', got None; pass it or use order='row'")
+    if slot_of_row is not None:
+        require_spec("slot_of_row", slot_of_row, (rows,), "int32")
+    if (slot_of_row is None) != (row_of_slot is None):
+        raise InvalidInput(
+            f"slot_of_row must be given if row_of_slot is, and else None, got {slot_of_row}; pass both or neither"
+        )
     if operands.row_weight is not None:
         weight: ArraySpec = operands.row_weight
         require_spec("row_weight", weight, ("num_slots",) if weight.rank == 1 else ("num_tokens", "top_k"), "float32")
@@ -94,38 +93,28 @@ def plan_expert_activation_backward(
     activation: Activation,
     target: Target,
     *,
-    order: str = "row",
     outputs: tuple[str, ...] = EXPERT_GRADIENTS,
     slot_of_row: ArraySpec | None = None,
-    zeros: bool = True,
 ) -> LaunchPlan:
     """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
 
-    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`. order: the row of a slot is
-    row_of_slot[slot] (`row`) or the slot (`slot`, and without row_of_slot).
+    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`. The row of a slot is row_of_slot[slot],
+    or the slot without row_of_slot.
 
     outputs: of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre
     always. A slot without a row (-1) has d_weight 0 and is not read.
 
-    slot_of_row int32 `[R]` (order `row`): programs walk along rows instead of slots, since an owner among ranks has
-    few. zeros: rows of no slot then become exact zeros; otherwise they stay unwritten (the reference engine always
-    writes zeros).
+    slot_of_row int32 `[R]`, with row_of_slot: programs walk along rows, since an owner among ranks has few. Rows of no
+    slot stay unwritten (the reference engine writes zeros).
 
     Inputs: operands, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`.
     """
-    width, slots = _validate(operands, activation, order)
+    width, slots = _validate(operands, activation, slot_of_row)
     if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):
         raise InvalidInput(f"outputs must be d_pre and any of {EXPERT_GRADIENTS}, got {outputs}; name each once")
     if operands.bias_product is not None and "d_weight" not in outputs:
         raise InvalidInput("bias_product must be None where d_weight is no output, got an array; leave it out")
     pre: ArraySpec = operands.pre
-    if slot_of_row is not None:
-        require_spec("slot_of_row", slot_of_row, (pre.shape[0],), "int32")
-        if order == "slot" or operands.row_of_slot is None:
-            raise InvalidInput(
-                "slot_of_row must be None unless order='row' with row_of_slot, got an array; leave it out"
-            )
-
     builder = PlanBuilder("expert_activation_backward", target)
     present = builder.inputs(dict(named_arrays(operands)))
     builder.inputs({"slot_of_row": slot_of_row})
@@ -139,7 +128,7 @@ def plan_expert_activation_backward(
         builder.output(name, shapes[name], roles.get(name))
     if not target.compiled:
         builder.sums("d_weight: NumPy's pairwise sum over d_ff, fp32")
-        options = {"activation": activation, "order": order, "outputs": outputs}
+        options = {"activation": activation, "outputs": outputs}
         from moe_core.ops.activation import reference as twins
 
         return builder.reference(twins.expert_activation_backward_plan, present, options, outputs)
@@ -147,14 +136,10 @@ def plan_expert_activation_backward(
     builder.sums(
         f"d_weight: d_ff in {block_n} partial sums in order, then a tree over them, fp32; then the bias product"
     )
-    if slot_of_row is not None and zeros:
-        for name in outputs:
-            if name != "d_weight":
-                launch_zero_rows(builder, "slot_of_row", name, elementwise_tile(shapes[name].shape[1], target))
     layout = "halves" if activation.gate_layout == "separate" else activation.gate_layout
     names = *(field.name for field in dataclasses.fields(operands)), "slot_of_row", *EXPERT_GRADIENTS
     arguments = builder.pointers(*names)
-    arguments |= passed(num_slots=slots, num_rows=pre.shape[0], WIDTH=width, BY_ROW=order == "row", GATE_LAYOUT=layout)
+    arguments |= passed(num_slots=slots, num_rows=pre.shape[0], WIDTH=width, GATE_LAYOUT=layout)
     arguments |= function_constants(activation) | passed(BLOCK_M=block_m, BLOCK_N=block_n)
     numbers = slots if slot_of_row is None else max(slots, pre.shape[0])
     builder.launch(EXPERT_ACTIVATION_BACKWARD, (-(-numbers // block_m),), arguments)

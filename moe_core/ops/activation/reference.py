@@ -254,7 +254,6 @@ def expert_activation_backward(
     operands: ExpertActivationOperands,
     *,
     activation: Activation,
-    order: str = "row",
     outputs: tuple[str, ...] = ("d_pre", "weighted_hidden", "d_weight"),
     fill: Callable[[Callable[[slice], None] | None], object] | None = None,
 ) -> tuple[np.ndarray, ...]:
@@ -267,7 +266,7 @@ def expert_activation_backward(
 
     bias_product fp32 `[T * K]` is <d_out[token], b_down[expert]>, so that <z, h> + bias_product = <d_out, y> without
     the expert output y. h is recomputed from pre in fp32, <z, h> summed in fp32, d_pre and weighted_hidden rounded
-    once. For arrays, order and outputs see `plan_expert_activation_backward`. A slot without a row does not read its
+    once. For arrays and outputs see `plan_expert_activation_backward`. A slot without a row does not read its
     row_weight. Rows without a slot become exact zeros. fill: writes d_hidden, and calls its argument (unless None) with
     each slice of rows it has written.
     """
@@ -275,9 +274,9 @@ def expert_activation_backward(
     row_weight, bias_product = operands.row_weight, operands.bias_product
     places = np.arange(len(pre)) if row_of_slot is None else row_of_slot
     slots = np.flatnonzero(places >= 0)
-    rows = places[slots] if order == "row" else slots
+    rows = places[slots]
     dense = len(rows) == len(pre)
-    if row_of_slot is not None and order == "row":
+    if row_of_slot is not None:
         if dense:
             by_row = np.empty_like(slots)
             by_row[rows] = slots
@@ -324,7 +323,7 @@ def expert_activation_backward(
 
 
 def expert_activation_backward_plan(
-    arrays: Mapping[str, np.ndarray], *, activation: Activation, order: str, outputs: tuple[str, ...]
+    arrays: Mapping[str, np.ndarray], *, activation: Activation, outputs: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
     operands = bundle_of(ExpertActivationOperands, arrays)
-    return expert_activation_backward(operands, activation=activation, order=order, outputs=outputs)
+    return expert_activation_backward(operands, activation=activation, outputs=outputs)

@@ -152,7 +152,6 @@ class _Chain:
             self.target,
             outputs=outputs,
             slot_of_row=builder.spec_of(names.get("slot_of_row")),
-            zeros=self.layout is None,
         )
         roles = {"d_pre": Role.D_ROWS, "weighted_hidden": Role.ROWS}
         made = {name: builder.scratch(self.scratch + name, plan.spec(name), roles[name]) for name in kinds[1:]}

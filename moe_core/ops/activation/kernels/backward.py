@@ -74,8 +74,8 @@ def activation_backward(
 def expert_activation_backward(
     d_hidden, pre, row_of_slot, row_weight, bias_product, slot_of_row, d_pre, weighted_hidden, d_weight, num_slots,
     num_rows,
-    WIDTH: tl.constexpr, BY_ROW: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write outputs of BLOCK_M slots (rows, with slot_of_row), all columns in order.
 
@@ -83,26 +83,18 @@ def expert_activation_backward(
         weighted_hidden = w act(pre)
         d_weight = <z, act(pre)> + bias_product
 
-    A slot without a row reads nothing and has d_weight 0 (and zeros, unless BY_ROW).
+    A slot without a row reads nothing and has d_weight 0.
     """
     slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    written = slots < num_slots
-    rows, present = slots, written
-    if row_of_slot is not None:
-        layout_rows = tl.load(row_of_slot + slots, mask=written, other=-1)
-        present = written & (layout_rows >= 0)
-        if BY_ROW:
-            rows = layout_rows.to(tl.int64)
-            present = present & (rows < num_rows)
-            if slot_of_row is not None:
-                if d_weight is not None:
-                    tl.store(d_weight + slots, 0.0, mask=written & (present == 0))
-                rows = slots
-                slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1).to(tl.int64)
-                present = (slots >= 0) & (slots < num_slots)
-                if tl.max(present.to(tl.int32), axis=0) == 0:
-                    return
-            written = present
+    rows, present = slots, slots < num_slots
+    if slot_of_row is not None:
+        if d_weight is not None:
+            places = tl.load(row_of_slot + slots, mask=present, other=0)
+            tl.store(d_weight + slots, 0.0, mask=present & ((places < 0) | (places >= num_rows)))
+        slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1).to(tl.int64)
+        present = (slots >= 0) & (slots < num_slots)
+        if tl.max(present.to(tl.int32), axis=0) == 0:
+            return
     weight = tl.full((BLOCK_M,), 1.0, tl.float32)
     if row_weight is not None:
         weight = tl.load(row_weight + slots, mask=present, other=0.0)
@@ -120,22 +112,18 @@ def expert_activation_backward(
         upstream = weight[:, None] * z
         if GATE_LAYOUT is None:
             hidden, slope = value_and_slope(tl.load(pre + base + columns, mask=mask, other=0.0).to(tl.float32), NAME)
-            stored = written[:, None] & (columns < WIDTH)
-            tl.store(d_pre + here, (upstream * slope).to(d_pre.dtype.element_ty), mask=stored)
+            tl.store(d_pre + here, (upstream * slope).to(d_pre.dtype.element_ty), mask=mask)
         else:
             gate, up = load_gate_up(pre, pre, base, base, first, present, WIDTH, GATE_LAYOUT, BLOCK_N)
             hidden, d_gate, d_up = gated_backward(upstream, gate, up, NAME, ALPHA, LIMIT)
-            store_gate_up(d_gate, d_up, d_pre, d_pre, base, first, written, WIDTH, GATE_LAYOUT)
+            store_gate_up(d_gate, d_up, d_pre, d_pre, base, first, present, WIDTH, GATE_LAYOUT)
         if d_weight is not None:
             products += z * hidden
         if weighted_hidden is not None:
             result = (weight[:, None] * hidden).to(weighted_hidden.dtype.element_ty)
-            tl.store(weighted_hidden + here, result, mask=written[:, None] & (columns < WIDTH))
+            tl.store(weighted_hidden + here, result, mask=mask)
     if d_weight is not None:
         total = tl.sum(products, axis=1)
         if bias_product is not None:
             total += tl.load(bias_product + slots, mask=present, other=0.0)
-        stored = slots < num_slots
-        if slot_of_row is not None:
-            stored = present
-        tl.store(d_weight + slots, tl.where(present, total, 0.0), mask=stored)
+        tl.store(d_weight + slots, total, mask=present)

@@ -53,10 +53,10 @@ class LoRATwin(NamedTuple):
                     part[rows.index["row"]] += to_float32(bias[rows.experts])
         return round_to(sums, dtype)
 
-    def d_low(self, number: int, d_y: np.ndarray, gather: str = "row") -> np.ndarray:
+    def d_low(self, number: int, d_y: np.ndarray) -> np.ndarray:
         adapters = self._adapters(number, transposed=True, masked=False)
         inputs = self._inputs(x=d_y, factor=self.factor(f"b{number}"))
-        return twins.shrink(inputs, adapters=adapters, gather=gather)
+        return twins.shrink(inputs, adapters=adapters, gather="row")
 
     def pull_back(self, number: int, d_y: np.ndarray, d_rows: np.ndarray) -> None:
         """Add what flows through the factors of product `number` to fp32 gradients of its rows. d_y: by layout row."""
