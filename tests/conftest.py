@@ -104,3 +104,30 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def visible_poison() -> Iterator[None]:
+    """For kernels whose results hold -1: bytes of 0xFF would hide what nobody wrote."""
+    from tests.support import harness
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "POISON", 0x5A)
+        yield
+
+
+@pytest.fixture
+def reference_engine_of_torch() -> Iterator[None]:
+    """Tensors on a CPU run on the NumPy engine, unless a test asks for another."""
+    import moe_torch
+
+    with moe_torch.cpu_engine("reference"):
+        yield
+
+
+@pytest.fixture
+def fresh_reference_engine_of_torch(reference_engine_of_torch: None) -> None:
+    """The same, with nothing compiled before."""
+    import torch
+
+    torch._dynamo.reset()

@@ -28,12 +28,7 @@ from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import REAL_KERNELS, running_on, to_numpy
 from tests.support.triton_kernels import ACTIVATION, ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, normal, tolerances
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    """Everything here runs on the NumPy engine unless it asks for another."""
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

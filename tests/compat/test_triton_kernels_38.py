@@ -13,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import moe_torch
 from moe_core.errors import InvalidInput
 from moe_torch import compat
 from moe_torch.compat import installed
@@ -27,11 +26,7 @@ from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, act
 from tests.support.torch import REAL_KERNELS, running_on
 from tests.support.triton_kernels import TOPK, D, E, N, T, normal
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 # Installing

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import moe_torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.compat.triton_kernels import numerics
 from moe_torch.compat.triton_kernels_38 import layout, matmul, mxfp, reduce, tensor, topk
@@ -16,11 +15,7 @@ from moe_torch.compat.triton_kernels_38.matmul import Epilogue, FlexCtx, FnSpecs
 from tests.support.modular.triton_kernels_38 import ORDER, SIZES, SWIGLU, M, activated, near, slices
 from tests.support.triton_kernels import D, E, N, T, foreign_function, normal
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 def refused(**fields: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import moe_torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_torch.compat.triton_kernels import from_upstream, tensor, to_upstream
@@ -25,12 +24,7 @@ from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import to_numpy
 from tests.support.triton_kernels import ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, foreign_function, normal, tolerances
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    """Everything here runs on the NumPy engine unless it asks for another."""
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 @pytest.fixture

@@ -24,12 +24,7 @@ from moe_torch.compat.triton_kernels.topk import topk
 from tests.support.torch import to_numpy
 from tests.support.triton_kernels import ACTIVATION, ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, foreign_function, normal
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    """Everything here runs on the NumPy engine unless it asks for another."""
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 QUANTIZED = ("mxfp4", "mxfp8", "fp8 per tensor", "fp8 per expert", "fp8 x fp8", "mxfp8 x mxfp4")

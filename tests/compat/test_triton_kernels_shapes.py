@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import moe_torch
 from moe_core.errors import InvalidInput
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_torch.compat.triton_kernels import matmul_ogs as ours
@@ -22,12 +21,7 @@ from moe_torch.compat.triton_kernels.swiglu import swiglu_fn
 from tests.support.torch import to_numpy
 from tests.support.triton_kernels import ALPHA, LIMIT, SWIGLU, TOPK, D, E, N, T, normal
 
-
-@pytest.fixture(autouse=True)
-def _on_reference():
-    """Everything here runs on the NumPy engine unless it asks for another."""
-    with moe_torch.cpu_engine("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 def close(found: Any, wanted: Any, k: int = D, dtype: str = "float32") -> None:

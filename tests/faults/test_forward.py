@@ -79,7 +79,7 @@ def test_no_fault_was_lost() -> None:
 
 def test_every_fault_has_its_place() -> None:
     """The line that each replaces stands in its kernel file."""
-    compiled = (SM90_FAULTS, TALL_FAULTS, MIXED_INPUT_TALL_FAULTS, PDL_FAULTS)
+    compiled = (SM90_FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS, PDL_FAULTS)
     planted = [*FAULTS.items(), *BACKWARD_FAULTS.items()]
     planted += [(name, (fault,)) for found in QUANTIZED_FAULTS.values() for name, fault in found]
     planted += [item for products in compiled for files in products.values() for item in files.items()]

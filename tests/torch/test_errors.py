@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,7 @@ TOO_MANY = RouterSpec(6)
 BY_TOKEN = MatmulSpec("in_out", "token", "slot")
 SEPARATE = MatmulSpec("in_out", activation=moe_torch.Activation("silu", gate_layout="separate"))
 
-
-@pytest.fixture(autouse=True)
-def reference_engine() -> Iterator[None]:
-    torch._dynamo.reset()
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_reference_engine_of_torch")
 
 
 def ids_like(num_tokens: int, top_k: int = 2) -> Any:

@@ -16,11 +16,7 @@ from tests.support.torch import running_on
 
 T, D, F, E, K, S = 3, 4, 3, 6, 2, 2
 
-
-@pytest.fixture(autouse=True)
-def reference() -> Any:
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 def draw(*shape: int, seed: int = 0) -> Any:

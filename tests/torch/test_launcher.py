@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +33,7 @@ from tests.support.torch import (
 _LAYER: Any = torch_layer()
 X, EXPERTS, ROUTING, SPEC = _LAYER
 
-
-@pytest.fixture(autouse=True)
-def reference_engine() -> Iterator[None]:
-    torch._dynamo.reset()
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_reference_engine_of_torch")
 
 
 def misaligned(tensor: Any) -> Any:

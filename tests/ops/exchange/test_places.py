@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,7 @@ from tests.support.parallel.peers import ENGINES, Peers
 
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def check(ids: list[np.ndarray], num_places: int, receive: int, target: Target) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +15,6 @@ from moe_core.ops.exchange.operands import ReceiveOperands, in_records
 from moe_core.parallel import Placement
 from moe_core.plan.steps import Constant, KernelLaunch
 from moe_core.specs.exchange import TableSpec
-from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.tables import HEADER, WAYS, draw_sends, expected_tables, table_spec
@@ -28,13 +25,7 @@ plan_receive_tables = in_records(tables.plan_receive_tables, operands=ReceiveOpe
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 STATIC = tuple(way for way in WAYS if way[0] != "all_to_all")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def messages(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from moe_core.ops.exchange.operands import SendOperands, in_records
 from moe_core.parallel import Placement
 from moe_core.plan.steps import Constant, KernelLaunch
 from moe_core.specs.exchange import TableSpec
-from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.tables import WAYS, Sends, draw_sends, expected_tables, table_spec
@@ -29,13 +27,7 @@ plan_send_tables = in_records(tables.plan_send_tables, operands=SendOperands)
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 LOADS = ("random", "hot", "none", "invalid")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def check(sends: Sends, target: Target, label: str = "", expected: dict[str, np.ndarray] | None = None) -> None:

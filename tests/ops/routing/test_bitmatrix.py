@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,17 +14,11 @@ from moe_core.ops.routing import reference
 from moe_core.ops.routing.bitmatrix import plan_pack_bitmatrix, plan_unpack_bitmatrix
 from moe_core.ops.routing.layout import MAX_EXPERTS
 from moe_core.plan.steps import LaunchPlan
-from tests.support import harness, strategies
+from tests.support import strategies
 from tests.support.harness import H200, engine_target, run_plan
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, hard_routing
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else: bytes of 0xFF would hide what nobody wrote."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def pack(ids: np.ndarray, num_experts: int, target: Target | None = None) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs import LayoutSpec, MatmulSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, RouterLogits
-from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 
 ENGINES = (engine_target(), Target("reference"))
@@ -29,13 +27,7 @@ K, E = 3, 7
 #: Tokens of the largest layout that one launch makes.
 AT_ONCE = SLOTS_AT_ONCE[engine_target().engine] // K
 
-
-@pytest.fixture(autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def sparse_ids(tokens: int, seed: int = 0) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,19 +22,13 @@ from moe_core.ops.routing.layout import (
 )
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs.routing import LayoutSpec
-from tests.support import harness, strategies
+from tests.support import strategies
 from tests.support.harness import H200, engine_target, run_plan
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, draw_ids, hard_routing
 
 BLOCK_MS = st.sampled_from([(), (16,), (128, 16), (1, 64, 32, 5)])
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else: bytes of 0xFF would hide what nobody wrote."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def inputs_of(case: RoutingCase) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,20 +16,13 @@ from moe_core.ops.routing import reference
 from moe_core.ops.routing.rounding import plan_keep_candidates, plan_route_rounded, plan_route_rounded_backward
 from moe_core.plan.steps import Constant, KernelLaunch
 from moe_core.specs.routing import LayoutSpec, RouterSpec, TokenRounding
-from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 
 ENGINES = (engine_target(), Target("reference"))
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 MODES = ("nearest", "up", "down")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def rounded_count(count: int, found: int, rounding: TokenRounding) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from moe_core.ops.routing.topk import FEW_TOKENS, plan_route_and_layout, plan_ro
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, ReferenceCall, Scalar
 from moe_core.specs.operands import RouterLogits
 from moe_core.specs.routing import LayoutSpec, RouterSpec
-from tests.support import harness, strategies
+from tests.support import strategies
 from tests.support.harness import H200, engine_target, run_plan
 from tests.support.strategies import RouterCase
 
@@ -28,13 +27,7 @@ FEW = FEW_TOKENS[engine_target().engine]
 #: Local experts that several global ones share, some twice in one token, with entries that mean "not here".
 SHARED_MAP = np.array([3, 0, -1, 1, 0, 2, 0, -5, 9, 1, 1, 0], np.int32)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else: bytes of 0xFF would hide what nobody wrote."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def kernels(plan: LaunchPlan) -> list[str]:

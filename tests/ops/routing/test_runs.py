@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,19 +13,12 @@ from moe_core.base.target import Target
 from moe_core.ops.routing import reference
 from moe_core.ops.routing.layout import MAX_COUNTS, plan_layout_of_runs, runs_spec
 from moe_core.plan.steps import Constant
-from tests.support import harness
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 
 ENGINES = (engine_target(), Target("reference"))
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def visible_poison() -> Iterator[None]:
-    """-1 is a result here, so memory must start as something else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "POISON", 0x5A)
-        yield
+pytestmark = pytest.mark.usefixtures("visible_poison")
 
 
 def implied_ids(counts: np.ndarray, num_rows: int, stride: int | None) -> tuple[np.ndarray, int]:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from moe_core.specs import Activation, MatmulSpec, TileConfig
+from moe_core.base.arrays import ArraySpec
+from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec, TileConfig, Tuning
+from moe_core.specs.operands import ExpertWeights, RouterLogits
 from tests.support.harness import H200, engine_target
 from tests.support.matmul.cases import Case
 from tests.support.strategies import ID_KINDS
@@ -101,3 +103,17 @@ def swapped(case: Case) -> TileConfig:
     """Rows, row weights and lists of rows of x leave room for three stages."""
     full = case.spec.gather != "row" and case.row_weight
     return dataclasses.replace(config_of(case), block_m=160, num_stages=3 if full else 4, group_m=4)
+
+
+def moe_arguments(gate_layout: str = "halves", heights: tuple[int, int] = (192, 192), tokens: int = 512) -> Any:
+    """x, experts, routing and spec of a layer whose products have row blocks of 128, 160 (swapped) or 192 rows."""
+    width, up = (192, ArraySpec((8, 256, 192), "bfloat16")) if gate_layout == "separate" else (384, None)
+    biases = {"gate_up_bias": ArraySpec((8, width), "float32"), "down_bias": ArraySpec((8, 256), "float32")}
+    down = ArraySpec((8, 192, 256), "bfloat16")
+    if up is not None:
+        biases["up_bias"] = ArraySpec((8, 192), "float32")
+    experts = ExpertWeights(ArraySpec((8, 256, width), "bfloat16"), down, up, **biases)
+    tiles = [TileConfig(rows, n, 64, 4, 4, 4, "sm90") for rows, n in zip(heights, (128, 256), strict=True)]
+    tuning = Tuning(*(tall(tile) if tile.block_m == 192 else tile for tile in tiles))
+    spec = MoESpec(Activation("silu", gate_layout=gate_layout), RouterSpec(2), tuning=tuning)
+    return ArraySpec((tokens, 256), "bfloat16"), experts, RouterLogits(ArraySpec((tokens, 8), "float32")), spec

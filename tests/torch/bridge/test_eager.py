@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,12 +31,7 @@ from tests.support.torch import D_MODEL, NUM_EXPERTS, REAL_KERNELS, on_engines, 
 _LAYER: Any = torch_layer()
 X, EXPERTS, ROUTING, SPEC = _LAYER
 
-
-@pytest.fixture(autouse=True)
-def reference_engine() -> Iterator[None]:
-    torch._dynamo.reset()
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_reference_engine_of_torch")
 
 
 @pytest.fixture

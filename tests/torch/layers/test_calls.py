@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,14 @@ torch = pytest.importorskip("torch")
 import moe_torch
 from moe_core.formats import scheme_named
 from moe_torch.layers import calls
-from tests.support.torch import require_equal, running_on
+from tests.support.torch import require_equal
 
 D_MODEL = 64
 SIZES = D_MODEL, 64, 5, 2
 torch.manual_seed(0)
 X = torch.randn(9, D_MODEL)
 
-
-@pytest.fixture(autouse=True)
-def reference_engine() -> Iterator[None]:
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 
 def make(kind: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +11,14 @@ torch = pytest.importorskip("torch")
 
 import moe_torch
 from moe_torch.operators import stages
-from tests.support.torch import NUM_EXPERTS, running_on, torch_layer
+from tests.support.torch import NUM_EXPERTS, torch_layer
 
 #: torch's forward-mode differentiation scripts its own decompositions when first used.
 forward_mode_warns = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 REFUSED = r"x requires a gradient, and scale_rows defines none.*activation and reduce do;.*no_grad\(\) or pass x.detach"
 FORWARD_MODE = r"x has a tangent, and moe_torch defines no forward-mode derivatives; use reverse mode"
 
-
-@pytest.fixture(autouse=True)
-def reference_engine() -> Iterator[None]:
-    torch._dynamo.reset()
-    with running_on("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_reference_engine_of_torch")
 
 
 LAYER = torch_layer()

@@ -16,7 +16,7 @@ from moe_core.specs.operands import map_arrays
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, tall_config
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, run_matmul
-from tests.support.matmul.sm90 import FIRST, SECOND, SM_90, needs_sm_90, tall
+from tests.support.matmul.sm90 import SM_90, config_of, needs_sm_90, swapped, tall
 from tests.support.matmul.sm90_packed import HEIGHTS, draw_product, prepacked, run_product
 from tests.support.strategies import draw_ids, layout_arrays
 
@@ -55,7 +55,7 @@ def run_all(run: Callable[[Arrays], np.ndarray], arrays: Arrays, rows: int) -> N
     np.testing.assert_array_equal(run(arrays), before)
 
 
-@pytest.mark.parametrize("height", [128, 192])
+@pytest.mark.parametrize("height", [128, 160, 192])
 @pytest.mark.parametrize("scatter", ["row", "slot"])
 @pytest.mark.parametrize("gather", ["row", "token", "slot"])
 @pytest.mark.parametrize("gated", [True, False])
@@ -63,9 +63,9 @@ def test_16_bit_weights(gated: bool, gather: str, scatter: str, height: int) -> 
     needs_sm_90()
     activation = EPILOGUES[0][0] if gated else None
     spec = MatmulSpec("in_out", gather, scatter, activation)
-    operands, layout, arrays = build(Case(400, 2, 3, 192, 264, "bfloat16", spec, "uniform", row_weight=True))
-    config = FIRST if gated else SECOND
-    config = tall(config) if height == 192 else config
+    case = Case(400, 2, 3, 192, 264, "bfloat16", spec, "uniform", row_weight=True)
+    operands, layout, arrays = build(case)
+    config = {128: config_of(case), 160: swapped(case), 192: tall(config_of(case))}[height]
     run_all(lambda given: run_matmul(operands, layout, given, spec, config=config), arrays, layout.capacity)
 
 

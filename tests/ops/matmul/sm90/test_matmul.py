@@ -26,7 +26,7 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MoESpec, RouterSp
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, MoEOperands, OutputGradients, RouterLogits
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
 from tests.support.matmul.composed import expected_composed, filled_rows, run_composed
-from tests.support.matmul.sm90 import FIRST, KEEPING, SECOND, SM_90, cases, config_of, needs_sm_90
+from tests.support.matmul.sm90 import FIRST, KEEPING, SECOND, SM_90, cases, config_of, needs_sm_90, swapped, tall
 
 
 @pytest.mark.gpu
@@ -73,12 +73,14 @@ def test_two_runs_and_any_number_of_tiles_are_bitwise_equal(rows: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_outside_the_stack_gives_nan() -> None:
+@pytest.mark.parametrize("blocks", ["plain", "tall", "swapped"])
+def test_a_layer_outside_the_stack_gives_nan(blocks: str) -> None:
     needs_sm_90()
-    spec = MatmulSpec("in_out", "row", "row")
-    operands, layout, arrays = build(Case(40, 1, 2, 64, 128, "bfloat16", spec, "uniform", stacked=True))
+    case = Case(400, 1, 2, 64, 128, "bfloat16", MatmulSpec("in_out", "row", "row"), "uniform", stacked=True)
+    operands, layout, arrays = build(case)
     operands = dataclasses.replace(operands, layer_index=np.array([7], np.int32))
-    assert np.isnan(run_matmul(operands, layout, arrays, spec, config=SECOND).astype(np.float32)).all()
+    config = {"plain": SECOND, "tall": tall(SECOND), "swapped": swapped(case)}[blocks]
+    assert np.isnan(run_matmul(operands, layout, arrays, case.spec, config=config).astype(np.float32)).all()
 
 
 def plan(tokens: int = 512, dtype: str = "bfloat16", d: int = 256, f: int = 128, layers: int | None = None):
