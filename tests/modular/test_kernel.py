@@ -36,6 +36,14 @@ from tests.support.modular.problems import (
 )
 from tests.support.torch import REAL_KERNELS, on_engines, require_equal, running_on, to_numpy, to_torch
 
+
+class OwnRouting(modular.OAITritonExperts):
+    """Runs stage by stage on what an overridden `_make_routing_data` returns."""
+
+    def _make_routing_data(self, *arguments: Any) -> Any:
+        return modular.make_routing_data(*arguments)
+
+
 STANDARD = (modular.TritonExperts, modular.OAITritonExperts, modular.UnfusedOAITritonExperts)
 CLASSES = (*STANDARD, modular.BatchedTritonExperts)
 #: Where each rounds, see `expected_output`.
@@ -188,7 +196,7 @@ def test_biases_and_the_weight_on_the_input(experts: type) -> None:
     assert not np.allclose(to_numpy(plain), expected)
 
 
-@pytest.mark.parametrize("experts", CLASSES)
+@pytest.mark.parametrize("experts", [*CLASSES, OwnRouting])
 def test_every_call_gets_what_it_asks_for(experts: type) -> None:
     """Calls whose tensors look alike, one after the other."""
     problem = draw_problem(topk=1)
@@ -232,13 +240,6 @@ def test_scratch_is_owned_shared_and_not_copied() -> None:
             assert inside.is_inference() and not shared.take("workspace2", (4, F), torch.float32, device).is_inference()
         shared.clear()
         assert shared.nbytes == 0
-
-
-class OwnRouting(modular.OAITritonExperts):
-    """Runs stage by stage on what an overridden `_make_routing_data` returns."""
-
-    def _make_routing_data(self, *arguments: Any) -> Any:
-        return modular.make_routing_data(*arguments)
 
 
 def test_routing_of_ones_own() -> None:

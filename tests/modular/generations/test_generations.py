@@ -136,7 +136,7 @@ WRITTEN = {
     "named": ("prepare", "a1, **named", None),
     "defaults": ("finalize", "output, fused_expert_output, mine=1, topk_weights=None, *, topk_ids", None),
     "by place": ("workspace_shapes", "m, n, k, topk, every, here, expert_tokens_meta, activation", None),
-    "unknown": ("prepare", "a1, tokens", "prepare must take some of a1, .* got a parameter 'tokens'"),
+    "unknown": ("prepare", "a1, tokens", "prepare must take some of a1, .* got a parameter 'tokens'; rename it"),
     "keyword": ("finalize", "output, *, mine", "finalize must take some of output, .* got a parameter 'mine'"),
     "no weights": ("apply", "output, hidden_states, topk_ids, activation", "apply of Written must take w1"),
 }

@@ -240,22 +240,6 @@ class Loop:
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return {name: gradient.double().numpy() for name, gradient in zip(leaves, found, strict=True)}
 
-    def finite_differences(self, step: float = 1e-5) -> dict[str, np.ndarray]:
-        """Central differences in float64, one element at a time."""
-        leaves, found = self.problem.leaves(torch.float64), {}
-        with torch.no_grad():
-            for name, leaf in leaves.items():
-                flat, slopes = leaf.reshape(-1), np.zeros(leaf.numel())
-                for index in range(leaf.numel()):
-                    start, values = flat[index].item(), []
-                    for sign in (1, -1):
-                        flat[index] = start + sign * step
-                        values.append(self.value(leaves).item())
-                    flat[index] = start
-                    slopes[index] = (values[0] - values[1]) / (2 * step)
-                found[name] = slopes.reshape(leaf.shape)
-        return found
-
 
 def draw_problem(
     case: RoutingCase,

@@ -284,15 +284,3 @@ def test_transforms_over_gradients_are_refused() -> None:
     x = step.leaves["x"].detach()
     with running_on("reference"), pytest.raises(moe_torch.Unsupported, match=r"inside of torch\.func\.vmap"):
         torch.func.vmap(torch.func.grad(lambda x: step.forward({"x": x}).output.sum()))(torch.stack([x, x]))
-
-
-def test_a_bound_launcher_has_the_gradient_of_moe() -> None:
-    step = Step(routed_problem())
-    problem, tensors = step.problem, step.tensors
-    experts = ExpertWeights(**{n.removeprefix("experts."): t for n, t in tensors.items() if n.startswith("experts.")})
-    routing = RouterWeights(**{n.removeprefix("routing."): t for n, t in tensors.items() if n.startswith("routing.")})
-    with running_on("reference"):
-        launcher = moe_torch.prepare_moe(experts, routing, problem.spec, expert_map=step.map)
-        found = torch.autograd.grad(launcher(tensors["x"]).sum(), [tensors["x"], experts.down])
-        whole = moe_torch.moe(tensors["x"], experts, routing, problem.spec, expert_map=step.map).output
-        require_equal(found, torch.autograd.grad(whole.sum(), [tensors["x"], experts.down]), "launcher")
