@@ -1,13 +1,15 @@
-"""The counter of bad habits of English: each is found where it is, and `make lint` fails above a limit."""
+"""What the house's tools say of names and prose."""
 
 from __future__ import annotations
 
 import collections
 import pathlib
+import sys
 
 import pytest
 
-from tools import prose
+from tests.support.paths import ROOT
+from tools import newcomer, prose, release_check
 
 FILE = '''"""A module whose text is long; it has what it has."""
 
@@ -37,3 +39,22 @@ def test_a_rate_above_its_limit_is_a_problem() -> None:
     assert prose.too_many(words, matches) == [
         "semicolons: 9.0 per 1,000 words of docstrings and comments, the limit is 8"
     ]
+
+
+def test_the_readme_names_what_is_installed() -> None:
+    commands = newcomer.installs((ROOT / "README.md").read_text())
+    assert commands[0].startswith("pip install torch --index-url https://") and "#" not in commands[0]
+    assert commands[1:] == ["pip install '.[torch]'"]
+
+
+def test_the_first_step_that_fails_ends_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    def build(folder: pathlib.Path) -> None:
+        release_check.step("build", sys.executable, "-c", "", cwd=tmp_path)
+        release_check.step("twine check", sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path)
+
+    monkeypatch.setattr(release_check, "_done", [])
+    monkeypatch.setattr(release_check, "build", build)
+    assert release_check.main() == 1
+    assert "release-check: twine check failed; its output is above" in capsys.readouterr().out
