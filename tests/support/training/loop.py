@@ -1,4 +1,4 @@
-"""A plain MoE in torch, token by token and slot by slot, for autograd and for finite differences.
+"""A plain MoE in torch, token by token and slot by slot, for autograd.
 
 Any float dtype, no rounding in between, nothing shared with the reference but the ids it chose. What the forward does
 not read (masked tokens, ids of -1, experts without tokens, other layers) no operation touches.
