@@ -121,15 +121,18 @@ def compare_headers(headers: np.ndarray, where: str = "the exchange", *, equal_t
     """Return the tokens of all ranks together, from their headers int32 `[W, 8]`.
 
     where: mode, layer and collective, for messages. equal_tokens: tokens must be equal, also with exact counts. Raises
-    PeerFailed if a rank failed, and InvalidInput with both headers if one differs from most, or from rank 0.
+    PeerFailed if a rank failed, RuntimeError for other bytes than headers, as of an aborted message, and InvalidInput
+    with both headers if one differs from most, or from rank 0.
     """
     rows = np.asarray(headers).tolist()
-    if all(row == rows[0] for row in rows) and tuple(rows[0]) != FAILED:
+    if rows[0][0] >> _ABOVE == _VERSION and all(row == rows[0] for row in rows):
         return len(rows) * Header(*rows[0]).tokens
     parsed = [Header(*row) for row in rows]
     failed = tuple(rank for rank, header in enumerate(parsed) if header == FAILED)
     if failed:
         raise PeerFailed(failed, where)
+    if lost := [str(rank) for rank, header in enumerate(parsed) if header.tensor >> _ABOVE != _VERSION]:
+        raise RuntimeError(f"no header of version {_VERSION} came from rank {', '.join(lost)} before {where}")
     # With exact counts, tokens may differ.
     known = [header if equal_tokens or header.mode in STATIC_MODES else header._replace(tokens=0) for header in parsed]
     votes = Counter(known)

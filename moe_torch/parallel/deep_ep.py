@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.parallel.header import Header, compare_headers
+from moe_core.parallel.header import Header
 from moe_core.parallel.messages import deep_ep_unit
 from moe_core.specs.operands import RaggedLayout
 from moe_torch import ops
@@ -191,7 +191,7 @@ class BufferPlanner(Planner):
 
     def _routes(self, headers: torch.Tensor) -> BufferRoutes:
         call, device, told = self.call, self.ids.device, headers.cpu().numpy()
-        group_tokens = compare_headers(told, call.ranks.where)
+        group_tokens = call.ranks.compare(told)
         placement, moving, first = call.plan.placement, call.moving, int(told[: call.ranks.rank, _TOKENS].sum())
         tables = None if moving is None else (moving.places, moving.start)
         places, _ = physical_ids(self.ids, placement, first_token=first, token_mask=self.token_mask, tables=tables)

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_core.errors import InvalidInput
+from moe_core.parallel.header import PeerFailed, compare_headers
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import flat_mesh, gather_all
 from moe_torch.parallel.rollcall import roll_call
@@ -120,6 +121,15 @@ class Ranks:
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Add integers over ranks, in place."""
         return self._start("all_reduce", what, values, _ALL_REDUCE, [values])()
+
+    def compare(self, headers: np.ndarray, **options: Any) -> int:
+        """Call `compare_headers` with headers int32 `[W, 8]`; errors of aborted messages name the ranks that ended."""
+        try:
+            return compare_headers(headers, self.where, **options)
+        except RuntimeError as error:
+            if isinstance(error, PeerFailed) and self.rank not in error.ranks:
+                raise
+            raise self._failed("arrival", "headers", error) from error
 
     def _start(self, collective: str, what: str, result: torch.Tensor, method: Collective, *given: Any) -> Arriving:
         try:

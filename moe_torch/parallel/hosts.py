@@ -15,7 +15,7 @@ import torch
 
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement, plan_exchange
 from moe_core.parallel.exchange import levels_of
-from moe_core.parallel.header import Header, compare_headers
+from moe_core.parallel.header import Header
 from moe_torch.parallel import exchange
 from moe_torch.parallel.deep_ep import BufferPlanner
 from moe_torch.parallel.group import Arriving, Ranks
@@ -90,7 +90,7 @@ class HostPlanner(Planner):
         call, device = self.call, self.ids.device
         assert call.levels is not None
         (outer, inner), told, placement = call.levels, headers.cpu().numpy(), call.plan.placement
-        group_tokens = compare_headers(told, call.ranks.where)
+        group_tokens = call.ranks.compare(told)
         first = int(told[: call.ranks.rank, _TOKENS].sum())
         host = exchange.placement_tables(placement, device, (outer.rank, outer.size))
         options: Any = {"first_token": first, "token_mask": self.token_mask, "tables": host}

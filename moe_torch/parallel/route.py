@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
-from moe_core.parallel.header import Header, compare_headers
+from moe_core.parallel.header import Header
 from moe_torch.parallel.calls.known import Steps
 from moe_torch.parallel.exchange import header_on_device
 from moe_torch.parallel.group import Arriving, Ranks
@@ -39,7 +39,7 @@ class ExchangeCall(NamedTuple):
         """Raise on all ranks if one failed or differs. The host waits."""
         told = self.plan.header.of_call(self.layer, self.number, backward)
         sent = torch.tensor(told, dtype=torch.int32, device=device)
-        compare_headers(self.ranks.all_gather(sent, "header").cpu().numpy(), self.ranks.where)
+        self.ranks.compare(self.ranks.all_gather(sent, "header").cpu().numpy())
 
     def begin_backward(self, device: torch.device) -> None:
         """Compare ranks on a CPU, where waiting costs little. On a GPU the forwards' order is that of backwards."""

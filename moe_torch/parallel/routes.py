@@ -17,7 +17,7 @@ from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan
 from moe_core.parallel.exchange import first_rows
-from moe_core.parallel.header import STATIC_MODES, Header, compare_headers
+from moe_core.parallel.header import STATIC_MODES, Header
 from moe_core.specs.exchange import packed_row
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
@@ -282,7 +282,7 @@ class Counted(_Planner):
         overflow: 0."""
         plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts
         spoilt, excess = None, 0
-        group_tokens = compare_headers(came[:, :_HEADER], ranks.where)
+        group_tokens = ranks.compare(came[:, :_HEADER])
         if by_slot:
             leave = back = own[:, _HEADER:].sum(1).tolist()
             arrive = here = came[:, _HEADER:].sum(1).tolist()

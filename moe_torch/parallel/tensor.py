@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_core.errors import InvalidInput
 from moe_core.parallel import Placement, TensorSplit
-from moe_core.parallel.header import FAILED, compare_headers
+from moe_core.parallel.header import FAILED
 from moe_core.specs.operands import ExpertWeights, RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
@@ -63,7 +63,7 @@ class TensorRanks:
         waits = plan.spec.mode == "all_to_all" or not brought.x.is_cuda
         if waits:
             told = self.ranks.all_gather(sent, "header").cpu().numpy()
-            compare_headers(told, self.ranks.where, equal_tokens=True)
+            self.ranks.compare(told, equal_tokens=True)
         ids, gathered = brought.ids, None
         if apart:
             ids = ids if brought.token_mask is None else torch.where(brought.token_mask[:, None], ids, -1)

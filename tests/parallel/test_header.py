@@ -94,3 +94,13 @@ def test_a_rank_that_failed_is_named_at_once() -> None:
         compare_headers(found, "layer 3, all_to_all of counts")
     assert error.value.ranks == (1,) and isinstance(error.value, RuntimeError)
     assert len(FAILED) == len(Header._fields) == 8
+
+
+def test_other_bytes_are_no_headers() -> None:
+    """An aborted message leaves memory as it was."""
+    found = headers({}, {}, {})
+    found[1:] = np.random.default_rng(0).integers(0, 1 << 27, (2, 8))
+    with pytest.raises(RuntimeError, match=r"no header of version \d came from rank 1, 2 before layer 3"):
+        compare_headers(found, "layer 3")
+    with pytest.raises(RuntimeError, match="came from rank 0, 1 before the exchange"):
+        compare_headers(np.ones((2, 8), np.int32))

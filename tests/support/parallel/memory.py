@@ -32,7 +32,7 @@ class Allocated(NamedTuple):
 def most_on_a_cpu(call: Callable[[], Any]) -> int:
     """The most bytes at once: every allocation of torch's is in a profile. gloo's threads may hold what has been sent
     for a moment longer, so the least of some calls counts."""
-    return min(_once_on_a_cpu(call) for _ in range(4))
+    return min(_once_on_a_cpu(call) for _ in range(8))
 
 
 def _once_on_a_cpu(call: Callable[[], Any]) -> int:

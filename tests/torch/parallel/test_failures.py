@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -25,7 +26,8 @@ from moe_core.specs.matmul import Activation
 from moe_core.specs.operands import RouterLogits, TopK
 from moe_core.specs.routing import RouterSpec
 from moe_torch import MoE
-from moe_torch.parallel import ExpertParallel, moe
+from moe_torch.parallel import ExpertParallel, moe, rollcall
+from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer import symmetric
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
@@ -310,6 +312,20 @@ def one_layer(group: Any) -> None:
 
 def sleep(group: Any, seconds: float) -> Any:
     time.sleep(seconds)
+
+
+def read_after_an_abort(group: Any) -> list[str]:
+    """Errors of a rank for headers that NCCL did not bring: zeros, or what the memory held."""
+    rollcall.register(group)
+    own = Ranks(group)
+    return [raised(functools.partial(own.compare, np.full((own.size, 8), number, np.int32))) for number in (0, 3)]
+
+
+def test_headers_of_an_aborted_message_are_an_error_with_all_ranks(ranks: Pool) -> None:
+    for rank, errors in enumerate(ranks.call(read_after_an_abort, [()] * 2)):
+        for error in errors:
+            assert error.startswith(f"RuntimeError: arrival of headers in the exchange failed on rank {rank} of 2: ")
+            assert error.endswith(f"; rank {1 - rank} failed too, in the exchange")
 
 
 @pytest.mark.parametrize(
