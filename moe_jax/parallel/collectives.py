@@ -15,6 +15,16 @@ from moe_jax.parallel.exchange import Splits, take
 AxisName = str | tuple[str, str]
 
 
+def all_to_all(values: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Equally many rows from each rank, of `[W * B, ...]` for each."""
+    return jax.lax.all_to_all(values, axis_name, 0, 0, tiled=True)
+
+
+def exchanged(axis_name: AxisName, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+    """Numbers int32 `[W]` from each rank, of those for each."""
+    return tuple(all_to_all(jnp.stack(numbers, axis=1), axis_name).T)
+
+
 class _Rows(NamedTuple):
     count: int
     unused: float

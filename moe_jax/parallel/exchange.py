@@ -89,19 +89,14 @@ class Splits(NamedTuple):
     peer_start: jax.Array
 
 
-def splits(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    """Rows of every (home, owner) are pairs int32 `[W, W]`."""
-    start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
-    kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
-    first = jnp.cumsum(pairs[rank], dtype=jnp.int32) - pairs[rank]
-    return Splits(kept[rank], kept[:, rank], first, start[rank])
+def starts(counts: jax.Array) -> jax.Array:
+    """int32 `[W]`: where the rows of each rank begin, one after another."""
+    return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-def returning(pairs: jax.Array, rank: jax.Array | int, receive: int | None = None) -> Splits:
-    start = jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
-    kept = pairs if receive is None else jnp.clip(receive - start, 0, pairs)
-    at_home = jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs
-    return Splits(kept[:, rank], kept[rank], start[:, rank], at_home[:, rank])
+def fitting(counts: jax.Array, receive: int) -> jax.Array:
+    """int32 `[W]`: the rows of each home among the first `receive`, of counts from each."""
+    return jnp.clip(receive - starts(counts), 0, counts)
 
 
 def rows_of_blocks(sent: RaggedLayout, num_ranks: int, block: int, fits: int) -> jax.Array:

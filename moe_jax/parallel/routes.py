@@ -19,7 +19,7 @@ from moe_jax import ops
 from moe_jax.autodiff.function import varying_alike
 from moe_jax.ops import RaggedLayout
 from moe_jax.parallel import exchange
-from moe_jax.parallel.collectives import AxisName, ragged_all_to_all
+from moe_jax.parallel.collectives import AxisName, all_to_all, exchanged, ragged_all_to_all
 from moe_jax.parallel.exchange import Splits, take
 
 #: The value of rows without a source. Tests put NaN here.
@@ -133,7 +133,7 @@ def pull(sizes: Sizes, routes: Routes, rows: jax.Array) -> jax.Array:
         came = take(pull(inner, inside, take(rows, as_sent, UNUSED)), passed, UNUSED)
         return pull(outer, routes._replace(inside=None), came)
     if routes.home is None:
-        return jax.lax.all_to_all(rows, sizes.axis_name, 0, 0, tiled=True)
+        return all_to_all(rows, sizes.axis_name)
     return ragged_all_to_all(rows, routes.home, sizes.at_home.num_slots, UNUSED, sizes.axis_name)
 
 
@@ -165,12 +165,16 @@ def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.A
     number = exchange.rows_in_runs(sent, places, ranks)
     out = home = None
     if sizes.is_exact:
-        counts, rank = jax.lax.all_gather(sent.group_sizes, sizes.axis_name), jax.lax.axis_index(sizes.axis_name)
-        pairs, send = exchange.pair_counts(counts, ranks), sent.slot_of_row
-        out, home = (of(pairs, rank, sizes.most_out) for of in (exchange.splits, exchange.returning))
+        groups, send = sent.group_sizes.reshape(ranks, each), sent.slot_of_row
+        first = exchange.starts(groups.sum(axis=1, dtype=jnp.int32))
+        told = all_to_all(jnp.concatenate([first[:, None], groups], axis=1), sizes.axis_name)
+        counts = told[:, 1:].sum(axis=1, dtype=jnp.int32)
+        begins, fits = exchange.starts(counts), exchange.fitting(counts, sizes.most_out)
+        at_owners, fit_there = exchanged(sizes.axis_name, begins, fits)
+        out, home = Splits(fit_there, fits, first, at_owners), Splits(fits, fit_there, begins, told[:, 0])
         fits, begins = out.sent[jnp.maximum(owners, 0)], out.sent_start[jnp.maximum(owners, 0)]
         # The expert of each row follows from the counts.
-        runs = exchange.first_rows(counts.reshape(ranks, ranks, each)[:, rank], sizes.most_out)
+        runs = exchange.first_rows(told[:, 1:], sizes.most_out)
         ids, _ = ops.layout_of_runs(runs, sizes.out)
         came = _go_out(sizes, out, take(weights.reshape(-1, 1), send, 0))
     else:
@@ -186,23 +190,28 @@ def _of_slots(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.A
 def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
     """Rows are tokens. The owner expands them to slots, in the order (home, slot)."""
     ranks, rank = sizes.num_ranks, jax.lax.axis_index(sizes.axis_name)
-    first, overflow = exchange.first_owners(owners), jnp.zeros((), jnp.int32)
-    send = out = home = arrives = None
+    first, arrived, overflow = exchange.first_owners(owners), owners, jnp.zeros((), jnp.int32)
+    send = out = home = arrives = fits = None
+    at_homes: list[jax.Array] = []
     table = _table(places, weights)
-    if sizes.spec.mode == "all_gather":
-        arrived = owners
-    else:
+    # Of exact counts nothing is lost without a bound. Then one message fewer tells where results come home.
+    at_once = sizes.is_exact and sizes.spec.receive is None
+    back = ops.make_layout(owners, ranks) if at_once else None
+    if sizes.spec.mode != "all_gather":
         sent = ops.make_layout(first, ranks)
-        number, fits = exchange.rows_in_runs(sent, first, ranks), sizes.most_out
         if sizes.is_exact:
-            out = exchange.splits(jax.lax.all_gather(sent.group_sizes, sizes.axis_name), rank, sizes.most_out)
-            send, fits = sent.slot_of_row[: sizes.tokens * min(sizes.top_k, ranks)], out.sent[jnp.maximum(first, 0)]
-            arrives = out.received.sum()
+            (counts,) = exchanged(sizes.axis_name, sent.group_sizes)
+            begins, here = exchange.starts(counts), exchange.fitting(counts, sizes.most_out)
+            at_owners, there, *at_homes = exchanged(sizes.axis_name, begins, here, *_counts(back))
+            out = Splits(there, here, exchange.starts(sent.group_sizes), at_owners)
+            send, arrives = sent.slot_of_row[: sizes.tokens * min(sizes.top_k, ranks)], here.sum()
+            fits = None if at_once else there[jnp.maximum(first, 0)]
         else:
-            send = exchange.rows_of_blocks(sent, ranks, sizes.out, sizes.most_out)
-        lost = number >= fits
-        arrived = jnp.where(exchange.same_owner(owners, jnp.where(lost, first, -2)).any(axis=2), -1, owners)
-        overflow = lost.sum(dtype=jnp.int32) - ((owners >= 0) & (arrived < 0)).sum(dtype=jnp.int32)
+            send, fits = exchange.rows_of_blocks(sent, ranks, sizes.out, sizes.most_out), sizes.most_out
+        if fits is not None:
+            lost = exchange.rows_in_runs(sent, first, ranks) >= fits
+            arrived = jnp.where(exchange.same_owner(owners, jnp.where(lost, first, -2)).any(axis=2), -1, owners)
+            overflow = lost.sum(dtype=jnp.int32) - ((owners >= 0) & (arrived < 0)).sum(dtype=jnp.int32)
         table = take(table, _tokens(sizes, send), -1)
     came, came_weights = _ids_and_weights(_go_out(sizes, out, table))
     local = came - rank * sizes.placement.per_rank
@@ -211,15 +220,21 @@ def _of_tokens(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.
         valid &= (jnp.arange(len(came)) < arrives)[:, None]
     slots = _rows_of_slots(sizes, valid)
     ids, own_weights = (take(array.reshape(-1, 1), slots, fill) for array, fill in ((local, -1), (came_weights, 0)))
-    back = ops.make_layout(arrived, ranks)
+    back = ops.make_layout(arrived, ranks) if back is None else back
     number = exchange.rows_in_runs(back, arrived, ranks)
     if sizes.is_exact:
-        home = exchange.returning(jax.lax.all_gather(back.group_sizes, sizes.axis_name), rank)
+        counts, begins = at_homes or exchanged(sizes.axis_name, *_counts(back))
+        home = Splits(counts, back.group_sizes, exchange.starts(counts), begins)
         row_of_slot = jnp.where(number >= 0, back.row_of_slot.reshape(number.shape), -1)
     else:
         fits = (number >= 0) & (number < sizes.most_back)
         row_of_slot = jnp.where(fits, owners * sizes.back + number, -1)
     return Routes(send, slots, out, home, ids, own_weights, row_of_slot, row_of_slot, overflow)
+
+
+def _counts(layout: RaggedLayout | None) -> tuple[jax.Array, ...]:
+    """Rows of each group, and where they begin."""
+    return () if layout is None else (layout.group_sizes, exchange.starts(layout.group_sizes))
 
 
 def _over_hosts(sizes: Sizes, places: jax.Array, owners: jax.Array, weights: jax.Array) -> Routes:
@@ -282,6 +297,6 @@ def _go_out(sizes: Sizes, out: Splits | None, sent: jax.Array) -> jax.Array:
     if sizes.spec.mode == "all_gather":
         return jax.lax.all_gather(sent, sizes.axis_name, tiled=True)
     if out is None:
-        return jax.lax.all_to_all(sent, sizes.axis_name, 0, 0, tiled=True)
+        return all_to_all(sent, sizes.axis_name)
     unused = UNUSED if jnp.issubdtype(sent.dtype, jnp.floating) else 0
     return ragged_all_to_all(sent, out, sizes.out, unused, sizes.axis_name)

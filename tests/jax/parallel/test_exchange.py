@@ -57,13 +57,13 @@ def test_places_and_owners(placement: Placement, seed: int, first: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="ranks")
 def group_of_ranks(counts: jax.Array, layouts: Any, groups: Any, receive: int, ranks: int) -> Any:
-    """Of every rank: the splits of both ways, its rows in runs, and the rows of runs that it receives."""
+    """Of every rank: rows that fit and begin of each home, its rows in runs, and the rows of runs that it receives."""
     pairs, found = traced.pair_counts(counts, ranks), []
     for rank in range(ranks):
-        ways = [of(pairs, rank, receive) for of in (traced.splits, traced.returning)]
+        own = traced.fitting(pairs[:, rank], receive), traced.starts(pairs[:, rank]), traced.starts(pairs[rank])
         number = traced.rows_in_runs(layouts[rank], groups[rank], ranks)
         runs = counts.reshape(ranks, ranks, -1)[:, rank]
-        found.append((*ways, number, traced.first_rows(runs, receive)))
+        found.append((*own, number, traced.first_rows(runs, receive)))
     return pairs, found
 
 
@@ -78,20 +78,16 @@ def test_rows_of_an_all_to_all(placement: Placement, seed: int, by_slot: bool, r
     pairs, found = to_numpy(group_of_ranks(counts, as_jax(sent), groups, receive, ranks))
     require_equal(pairs, counts.reshape(ranks, ranks, -1).sum(axis=2).astype(np.int32))
     for rank, (own, layout) in enumerate(zip(groups, sent, strict=True)):
-        out, home, number, kept = found[rank]
-        for one, other in zip(out, core.splits(counts, rank, receive), strict=True):
+        fit, _, first, number, kept = found[rank]
+        there, begins = (np.array([peer[one][rank] for peer in found]) for one in (0, 1))
+        for one, other in zip((there, fit, first, begins), core.splits(counts, rank, receive), strict=True):
             require_equal(one, other)
         owner = np.maximum(own, 0) // (each if by_slot else 1)
-        fits = (number >= 0) & (number < out.sent[owner])
+        fits = (number >= 0) & (number < there[owner])
         expected = core.destinations(layout, own, starts[rank], receive)
-        require_equal(np.where(fits, out.peer_start[owner] + number, -1), expected.row)
-        require_equal(home.received, out.sent)
-        require_equal(home.sent, out.received)
-        at_home = np.where(number < 0, -1, out.sent_start[owner] + number)
+        require_equal(np.where(fits, begins[owner] + number, -1), expected.row)
+        at_home = np.where(number < 0, -1, first[owner] + number)
         require_equal(at_home, core.returned_rows(layout, own, ranks).row)
-        for peer in range(ranks):
-            assert found[peer][1].peer_start[rank] == out.sent_start[peer]
-            assert home.sent_start[peer] == found[peer][0].peer_start[rank]
         runs = counts.reshape(ranks, ranks, -1)[:, rank]
         require_equal(core.received_ids(kept, "source"), core.received_ids(runs, "source")[:receive])
 
