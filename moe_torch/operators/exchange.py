@@ -10,8 +10,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.ops.exchange.direct import plan_push_tokens_once, plan_sum_results
-from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights, plan_take_rows
+from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, TokenSizes, TokenTables, in_records
+from moe_core.ops.exchange.pull import plan_combine_pull_weights, plan_take_rows
 from moe_core.ops.exchange.push import (
     plan_combine_push,
     plan_dispatch_push,
@@ -22,7 +22,6 @@ from moe_core.ops.exchange.push import (
 from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.plan.steps import LaunchPlan
 from moe_torch.bridge.operator import Operator, Outputs
-from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.signature import MaybeTensor, Memory, Tensor, Written
 from moe_torch.operators.kinds import IntoOperator
 from moe_torch.operators.shapes import out_dtype_of
@@ -49,10 +48,6 @@ def _push_slots(
     *, weights: Tensor, owners: Tensor, rows: Tensor, weights_at: MaybeTensor, sources_at: MaybeTensor, memory: Memory,
     rank: int, num_rows: int,
 ) -> None: ...  # fmt: skip
-def _combine_pull(
-    *, owners: Tensor, rows: Tensor, results_at: Tensor, shared: MaybeTensor, shared_gate: MaybeTensor, memory: Memory,
-    width: int, dtype: str | None, num_rows: int, out_dtype: str | None, programs: int | None,
-) -> Tensor: ...  # fmt: skip
 def _combine_pull_weights(
     *, owners: Tensor, rows: Tensor, weights_at: Tensor, memory: Memory, num_rows: int
 ) -> Tensor: ...
@@ -83,11 +78,6 @@ def _nothing(call: Any) -> Outputs:
     return []
 
 
-def _plan_combine_pull(*, results_at: ArraySpec, **flat: Any) -> LaunchPlan:
-    rows_at = RowsAt(results_at, *(flat.pop(name) for name in ("num_rows", "width", "dtype")))
-    return in_records(plan_combine_pull, places=Places)(results_at=rows_at, **flat)
-
-
 def _once_shapes(call: Any) -> Outputs:
     (tokens, top_k), ranks = call.ids.shape, call.ids_at.shape[0]
     sizes = (tokens, top_k), (call.num_experts,), (1,), (1,)
@@ -116,11 +106,6 @@ TAKE_ROWS = Operator(
 PUSH_COUNTS = Operator(_push_counts, plan_push_counts, _nothing)
 DISPATCH_PUSH = Operator(_dispatch_push, in_records(plan_dispatch_push, places=Places), _nothing)
 PUSH_SLOTS = Operator(_push_slots, in_records(plan_push_slots, places=Places), _nothing)
-COMBINE_PULL = Operator(
-    _combine_pull,
-    _plan_combine_pull,
-    lambda call: [((call.owners.shape[0], call.width), TORCH_DTYPES[call.out_dtype or call.dtype])],
-)
 COMBINE_PULL_WEIGHTS = Operator(
     _combine_pull_weights,
     in_records(plan_combine_pull_weights, places=Places),

@@ -254,18 +254,19 @@ def peer_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[
 
 
 def pull_call(ranks: Ranks, size: int, device: torch.device) -> tuple[Callable[[], Any], torch.Tensor, int]:
-    """Return a call that waits for its peers and returns rows loaded from them in turn, bf16 `[(W - 1) * R, columns]`;
-    the rows that others load here, bf16 `[W, R, columns]`; and the bytes that a rank loads."""
-    memory, places = _rows_of_peers(ranks, size, device)
-    here, addresses = memory.regions[0]
-    world, count, columns = here.shape
-    results_at = peer_ops.RowsAt(addresses, world * count, columns, here.dtype)
+    """Return a call that waits for its peers and returns rows loaded from one after another, bf16 `[(W - 1) * R,
+    columns]`; the rows that others load here, bf16 `[W, R, columns]`; and the bytes that a rank loads."""
+    memory, _ = _rows_of_peers(ranks, size, device)
+    here = memory.regions[0].own
+    rows = [peer[: here.nbytes].view(here.dtype).view(here.shape)[ranks.rank] for peer in memory.peers]
+    rows = rows[ranks.rank + 1 :] + rows[: ranks.rank]
+    into = torch.cat(rows)
 
     def call() -> torch.Tensor:
         memory.barrier(ranks, "bytes")
-        return peer_ops.combine_pull(places, results_at, memory=here)
+        return torch.cat(rows, out=into)
 
-    return call, here, len(places.owners) * columns * here.itemsize
+    return call, here, into.nbytes
 
 
 def _rows_of_peers(ranks: Ranks, size: int, device: torch.device) -> tuple[Symmetric, peer_ops.PeerPlaces]:

@@ -24,7 +24,6 @@ from moe_core.formats import Format
 from moe_core.ops.exchange.checks import require_addresses
 from moe_core.ops.exchange.operands import Checks as Checks
 from moe_core.ops.exchange.operands import HomeTokens as HomeTokens
-from moe_core.ops.exchange.operands import RowsAt as RowsAt
 from moe_core.parallel.placement import Placement
 from moe_core.specs.operands import RaggedLayout
 from moe_torch.bridge.options import dtype_name
@@ -158,36 +157,6 @@ def take_rows(
     """
     options = {"dtype": dtype_name("dtype", dtype), "programs": programs}
     return operators.TAKE_ROWS.call(x=x, scales=scales, rows=rows, group_start=group_start, **options)
-
-
-def combine_pull(
-    places: PeerPlaces,
-    results_at: RowsAt,
-    *,
-    shared: torch.Tensor | None = None,
-    shared_gate: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    programs: int | None = None,
-    memory: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Load the rows of a token's slots and add them in fp32, k = 0..K-1, with one cast, as `reduce(order="row")`.
-
-    Args:
-        places: slots without a row are skipped.
-        results_at: the arrays `[num_rows, width]` of bf16, fp16 or fp32.
-        shared: bf16, fp16 or fp32 `[T, D]`, added last. Rows may be strided.
-        shared_gate: fp32 `[T, 1]`. Its sigmoid multiplies shared.
-        out_dtype: of the sum. None: that of the arrays.
-
-    Returns:
-        out `[T, D]`.
-    """
-    return operators.COMBINE_PULL.call(
-        owners=places.owners, rows=places.rows, results_at=results_at.addresses, shared=shared,
-        shared_gate=shared_gate, memory=memory, width=as_integer("width", results_at.width, 1),
-        dtype=dtype_name("dtype", results_at.dtype), num_rows=_rows(results_at.num_rows),
-        out_dtype=dtype_name("out_dtype", out_dtype), programs=programs,
-    )  # fmt: skip
 
 
 def combine_pull_weights(

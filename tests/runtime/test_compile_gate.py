@@ -154,7 +154,7 @@ def test_kernels_compile_for_amd(tmp_path: pathlib.Path) -> None:
 
 
 def test_narrow_moves_are_seen() -> None:
-    push, pull = "exchange.kernels.push:push_rows", "exchange.kernels.pull:pull_rows"
+    push, pull = "exchange.kernels.push:push_rows", "exchange.kernels.push:push_results"
     for kernel, ptx, narrow in (
         (push, "ld.global.b32 %r1; st.global.v4.b32 [%rd1]", ""),
         (push, "st.global.v4.b32 [%rd1]; st.global.b16 [%rd1]", "st.global.b16"),

@@ -178,14 +178,9 @@ def _another_layer_of_the_stack(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(functional, "_one_layer", lambda arrays, dtype, index, axes: plain(arrays, dtype, 1 - index, axes))
 
 
-def _sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    plain = peer_ops.combine_pull
-
-    def backwards(places: Any, *given: Any, **options: Any) -> Any:
-        turned = places._replace(owners=places.owners.flip(1), rows=places.rows.flip(1))
-        return plain(turned, *given, **options)
-
-    patch.setattr(peer_ops, "combine_pull", backwards)
+def _numbers_of_other_slots(patch: pytest.MonkeyPatch) -> None:
+    plain = peer_ops.combine_pull_weights
+    patch.setattr(peer_ops, "combine_pull_weights", lambda *given, **options: plain(*given, **options).flip(1))
 
 
 def _unmasked_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -249,8 +244,8 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
         _rows_swapped_by_prepacking, "torch",
         "T=3 E=2 D=32 F=32 dtype=bfloat16 weights=mxfp4 weight_layout=out_in prepacked=True",
     ),
-    "sums in another order": (
-        _sums_in_another_order, "torch", "kind=exchange mode=peer T=9 K=8 E=8 ranks=3 D=9 seed=1"
+    "numbers come from other slots": (
+        _numbers_of_other_slots, "torch", "kind=exchange mode=peer T=9 K=8 E=8 ranks=3 D=9 seed=1"
     ),
     "masked tokens are sent": (
         _unmasked_tokens, "torch", "kind=exchange mode=all_to_all T=5 E=4 ranks=2 masked=True seed=1"

@@ -329,7 +329,8 @@ def why_illegal(case: Case) -> str | None:
 def _exchange_checks(case: Case) -> dict[str, bool]:
     peer, direct = case.mode == "peer", case.mode == "direct"
     own = ("kind", "T", "K", "E", "dtype", *VALUE_FIELDS, *EXCHANGE_FIELDS)
-    own += ("D", "shared", "shared_gate", "out_dtype") if peer or direct else ()
+    own += ("D",) if peer or direct else ()
+    own += ("shared", "shared_gate", "out_dtype") if direct else ()
     own += () if peer else ("masked",)
     others = [field.name for field in dataclasses.fields(Case) if field.name not in own]
     return {

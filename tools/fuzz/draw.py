@@ -246,8 +246,9 @@ def _exchange(rng: random.Random, engine: str) -> Case:
     if peer:
         choice["rows_format"] = rng.choice(("", "", "fp8_group", "fp8_group_pow2"))
     choice["D"] = rng.choice((1, 3, 9, 17, 33) if small else (1, 3, 17, 129, 257))
-    choice |= {"shared": int(rng.random() < 0.4), "out_dtype": rng.choice(("", "", "float32"))}
-    choice["shared_gate"] = choice["shared"] > 0 and rng.random() < 0.5
+    if direct:
+        choice |= {"shared": int(rng.random() < 0.4), "out_dtype": rng.choice(("", "", "float32"))}
+        choice["shared_gate"] = choice["shared"] > 0 and rng.random() < 0.5
     return Case("exchange", **choice)
 
 

@@ -52,8 +52,7 @@ def examine(case: Case, engine: str) -> Verdict:
 
 def _expected(case: Case, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if case.mode == "peer":
-        exact, numbers = oracle.peer_results(case, given)
-        return exact | {"taken": oracle.taken(case, given)}, numbers
+        return oracle.peer_results(case, given) | {"taken": oracle.taken(case, given)}, {}
     if case.mode == "direct":
         return direct_results(case, given)
     ranks = range(case.ranks)
@@ -99,9 +98,6 @@ def draw(case: Case) -> dict[str, Any]:
     given["x"] = [draw_rows(draw, dataclasses.replace(case, T=own)) for own in tokens]
     given["results"] = [draw_rows(draw, dataclasses.replace(case, T=rows)) for _ in tokens]
     given["numbers"] = [draw.normal(rows, dtype="float32") for _ in tokens]
-    if case.shared:
-        given["shared"] = [draw.normal(own, case.D, dtype=case.dtype) for own in tokens]
-        given["gate"] = [draw.normal(own, 1, dtype="float32") for own in tokens]
     kinds = {"x": (rows, case.D, TORCH[case.dtype]), "home": (max(1, case.T * K), case.D, TORCH[case.dtype])}
     kinds |= {
         "weights": (rows, 1, torch.float32),
@@ -204,13 +200,6 @@ def _peer(case: Case, given: dict[str, Any], device: torch.device) -> dict[str, 
     found: dict[str, Tensor] = {}
     for rank, own in enumerate(places):
         found |= {f"{name} {rank}": array for name, array in own._asdict().items()}
-        shared = {} if not case.shared else {"shared": on["shared"][rank]}
-        shared |= {"shared_gate": on["gate"][rank]} if case.shared_gate else {}
-        if case.out_dtype:
-            shared |= {"out_dtype": TORCH[case.out_dtype]}
-        dtype, at = TORCH[case.dtype], memory["results"].at
-        results_at = peer_ops.RowsAt(at, options["num_rows"], case.D, dtype)
-        found[f"sum {rank}"] = peer_ops.combine_pull(own, results_at, **limited, **shared)
         found[f"numbers {rank}"] = peer_ops.combine_pull_weights(own, memory["numbers"].at, **options)
         names = ("x",) if case.by_token else ("x", "weights", "sources", "home")
         found |= {f"{name} {rank}": memory[name].own[rank] for name in names + ("scales",) * bool(scales)}

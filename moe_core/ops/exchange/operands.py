@@ -31,15 +31,6 @@ class Places(NamedTuple):
     rows: Any
 
 
-class RowsAt(NamedTuple):
-    """An array `[num_rows, width]` of dtype at every rank. addresses int64 `[W]`, multiples of 16."""
-
-    addresses: Any
-    num_rows: int
-    width: int
-    dtype: Any
-
-
 class HomeTokens(NamedTuple):
     """The tokens of a rank.
 

@@ -1,71 +1,18 @@
-"""Planning of loads from peers: results, and gradients of weights."""
+"""Planning of loads: gradients of weights from peers, and rows that have come."""
 
 from __future__ import annotations
 
-from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, require_spec, row_stride
+from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, require_spec
 from moe_core.base.checks import as_integer, require_at_least, require_choice
 from moe_core.errors import InvalidInput
 from moe_core.formats.fp8 import BLOCK
 from moe_core.ops.exchange import checks
 from moe_core.ops.exchange.kernels import pull as kernels
 from moe_core.ops.exchange.kernels import take as take_kernels
-from moe_core.ops.exchange.operands import Places, RowsAt
-from moe_core.ops.reduction.reduce import require_beside
+from moe_core.ops.exchange.operands import Places
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 
-PULL_ROWS = declare_kernel(kernels.pull_rows)
 PULL_WEIGHTS = declare_kernel(kernels.pull_weights)
-
-
-@keep_plans
-def plan_combine_pull(
-    places: Places,
-    results_at: RowsAt,
-    target: Target,
-    *,
-    shared: ArraySpec | None = None,
-    shared_gate: ArraySpec | None = None,
-    out_dtype: str | None = None,
-    programs: int | None = None,
-) -> LaunchPlan:
-    """out `[T, D]` = sum over k of row rows[t, k] of the array `[num_rows, D]` of peer owners[t, k].
-
-    In fp32, in the order k = 0..K-1 and with one cast: the bits of `plan_reduce` of order `row`. shared, shared_gate,
-    out_dtype: as there. programs: the most of the launch; no bit depends on it.
-
-    Inputs: owners, rows, results_at, [shared], [shared_gate].
-    """
-    tokens, top_k = checks.require_places(*places)
-    addresses, num_rows, width, dtype = results_at
-    num_ranks = checks.require_table("results_at", addresses)
-    dtype = dtypes.canonical(dtype)
-    require_choice("dtype", dtype, dtypes.MATMUL_DTYPES)
-    as_integer("width", width, 1, INT32_LIMIT)
-    checks.require_width("results", width, dtype)
-    as_integer("num_rows", num_rows, 0, INT32_LIMIT)
-    checks.require_programs(programs)
-    require_beside(shared, shared_gate, (tokens, width))
-    out_dtype = dtypes.canonical(out_dtype or dtype)
-    require_choice("out_dtype", out_dtype, dtypes.MATMUL_DTYPES)
-    builder = PlanBuilder("combine_pull", target)
-    arrays = {**places._asdict(), "results_at": addresses, "shared": shared, "shared_gate": shared_gate}
-    present = builder.inputs(arrays)
-    builder.output("out", ArraySpec((tokens, width), out_dtype))
-    builder.sums("slots k = 0..K-1 in order, fp32" + (", then the shared expert" if shared is not None else ""))
-    if not target.compiled:
-        constants = {"num_rows": num_rows, "width": width, "dtype": dtype, "out_dtype": out_dtype}
-        from moe_core.ops.exchange import reference as twins
-
-        return builder.reference(twins.pull_rows, present, constants, ("out",))
-    together = checks.at_once(top_k)
-    tile = checks.copy_tile(tokens, width, dtypes.itemsize(dtype), programs, target, each=together)
-    block_t, block_n, warps = tile
-    arguments = builder.pointers("owners", "rows", "results_at", "shared", "shared_gate", "out")
-    arguments |= passed(num_tokens=tokens, num_ranks=num_ranks, num_rows=num_rows, TOP_K=top_k, AT_ONCE=together)
-    arguments |= passed(WIDTH=width, DTYPE=dtype, SHARED_STRIDE=0 if shared is None else row_stride("shared", shared))
-    arguments |= passed(BLOCK_T=block_t, BLOCK_N=block_n)
-    builder.launch(PULL_ROWS, checks.copy_grid(tokens, -(-width // block_n), block_t, programs), arguments, warps, 1)
-    return builder.build()
 
 
 @keep_plans

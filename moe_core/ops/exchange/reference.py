@@ -161,13 +161,6 @@ def _pulled(owners: np.ndarray, rows: np.ndarray, peers: list[np.ndarray]) -> tu
     return values, order
 
 
-def pull_rows(arrays: Mapping[str, np.ndarray], *, num_rows: int, width: int, dtype: str, out_dtype: str) -> np.ndarray:
-    owners, rows, results_at = arrays["owners"], arrays["rows"], arrays["results_at"]
-    shared, shared_gate = arrays.get("shared"), arrays.get("shared_gate")
-    values, order = _pulled(owners, rows, _peers(results_at, (num_rows, width), dtype))
-    return reduce(values, order, shared, shared_gate, top_k=rows.shape[1], order="slot", out_dtype=out_dtype)
-
-
 def pull_weights(owners: np.ndarray, rows: np.ndarray, weights_at: np.ndarray, *, num_rows: int) -> np.ndarray:
     return _pulled(owners, rows, _peers(weights_at, (num_rows, 1), "float32"))[0].reshape(rows.shape)
 

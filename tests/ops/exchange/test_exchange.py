@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from moe_core.base.dtypes import numpy_dtype
 from moe_core.base.target import Target
 from moe_core.formats import Format, format_named
-from moe_core.ops.common.rounding import round_to, to_float32
+from moe_core.ops.common.rounding import round_to
 from moe_core.ops.exchange.checks import copy_tile
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
@@ -90,11 +91,18 @@ class Exchange:
         for rank in self.ranks:
             self.peers.of("results", rank)[: len(values[rank])] = values[rank]
 
-    def pushed_home(self, rank: int) -> np.ndarray:
-        """What a home adds up where owners stored their results in its slots."""
-        order = self.places[rank].rows
-        found = self.peers.of("slots", rank)[: order.size]
-        return reduce(found, order.reshape(-1), top_k=order.shape[1], order="slot")
+    def pushed_home(self, num_slots: int, programs: int | None = None, **options: Any) -> list[np.ndarray]:
+        """What homes add up where owners store their results in slots."""
+        given, outputs = self.peers.of("results", 0), []
+        self.peers.make("slots", (num_slots, given.shape[1]), given.dtype.name)
+        for rank in self.ranks:
+            start = np.concatenate([[0], np.cumsum(self.forward.received_per_expert[rank])]).astype(np.int32)
+            self.peers.combine_push(rank, start, num_slots, programs=programs)
+        for rank in self.ranks:
+            order = self.places[rank].rows
+            stored = self.peers.of("slots", rank)[: order.size]
+            outputs.append(reduce(stored, order.reshape(-1), top_k=order.shape[1], order="slot", **options))
+        return outputs
 
     def run(self, programs: int | None = None) -> None:
         """Compare every step with the twin, and the whole with one device where nothing was dropped."""
@@ -105,18 +113,12 @@ class Exchange:
         self.give([owner.stages["matmul2"] for owner in forward.owners])
         top_k = self.places[0].rows.shape[1]
         num_slots = max(problem.tokens) * top_k
-        self.peers.make("slots", (num_slots, problem.x.shape[1]), problem.x.dtype.name)
+        outputs = self.pushed_home(num_slots, programs)
         for rank in self.ranks:
-            sizes = forward.received_per_expert[rank]
-            start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-            self.peers.combine_push(rank, start, num_slots, programs=programs)
-        pulled = [self.peers.combine(own, self.num_rows, programs=programs) for own in self.places]
-        for rank in self.ranks:
-            require_bits(pulled[rank], forward.outputs[rank].output, f"output of {rank}, {label}")
-            require_bits(self.pushed_home(rank), pulled[rank], f"output of {rank} by stores, {label}")
+            require_bits(outputs[rank], forward.outputs[rank].output, f"output of {rank}, {label}")
         whole = not forward.overflow[0]
         if whole:
-            require_bits(np.concatenate(pulled), problem.alone()["output"], f"output, {label}")
+            require_bits(np.concatenate(outputs), problem.alone()["output"], f"output, {label}")
         if problem.placement.has_replicas:
             return
         self.push([round_to(own.output, problem.x.dtype) for own in problem.gradients()], "d_output")
@@ -131,7 +133,7 @@ class Exchange:
         self.peers.make("weights", (self.num_rows, 1), "float32")
         for rank in self.ranks:
             self.peers.of("weights", rank)[: len(d_weights[rank])] = d_weights[rank]
-        wide = [self.peers.combine(own, self.num_rows, out_dtype="float32") for own in self.places]
+        wide = self.pushed_home(num_slots, out_dtype="float32")
         by_slot = [self.peers.combine_weights(own, self.num_rows) for own in self.places]
         if whole:
             expected = problem.alone_backward(problem.alone())
@@ -245,29 +247,6 @@ def test_rows_are_quantised_as_they_go(target: Target, format: Format, width: in
 
 
 @on_engines
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-def test_a_shared_expert_joins_the_sum(target: Target, out_dtype: str) -> None:
-    """As `reduce` adds it, its gate too; its rows may be strided."""
-    random, peers = np.random.default_rng(1), Peers(2, target)
-    ids = [random.integers(-1, 4, (7, 3)).astype(np.int32), random.integers(0, 4, (2, 3)).astype(np.int32)]
-    places = peers.places(ids, 4, 20)
-    peers.make("results", (20, D), "bfloat16")
-    for rank in range(2):
-        peers.of("results", rank)[...] = draw_array(random, (20, D), "bfloat16")
-    own = places[0]
-    shared, gate = draw_array(random, (7, D), "float32"), draw_array(random, (7, 1), "float32")
-    rows = np.concatenate([peers.of("results", 0), peers.of("results", 1)])
-    order = np.where(own.rows < 0, -1, own.owners * 20 + own.rows).reshape(-1)
-    for own_gate in (None, gate):
-        expected = reduce(rows, order, shared, own_gate, top_k=3, order="row", out_dtype=out_dtype)
-        found = peers.combine(own, 20, out_dtype=out_dtype, shared=shared, shared_gate=own_gate)
-        difference = np.abs(to_float32(found) - to_float32(expected)).max()
-        assert difference <= (1e-6 if out_dtype == "float32" else 0.02), "the gate's sigmoid is the kernel's own"
-        if own_gate is None:
-            require_bits(found, expected, "with a shared expert")
-
-
-@on_engines
 def test_weights_may_hold_any_bits(target: Target) -> None:
     """NaN payloads, infinities and negative zeros arrive as they are."""
     peers, bits = Peers(1, target), np.array([[0x7F800001], [-1], [-0x80000000], [1], [0x7F800000]], np.int32)
@@ -302,5 +281,4 @@ def test_places_outside_of_the_arrays_reach_nothing(target: Target) -> None:
         peers.of("sources", rank)[...] = [[0, 4], [2, 0], [-1, 1], [0, -1], [1, 2**31 - 1]]
         peers.combine_push(rank, np.array([0, 3, 2**31 - 1], np.int32), 4)
         require_arrived(peers.of("slots", rank), peers.of("slots", rank)[:0], "slots")
-    assert not peers.combine(places, 5).any()
     assert not peers.combine_weights(places, 5).any()

@@ -13,8 +13,8 @@ import pytest
 from moe_core.base.arrays import ArraySpec
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import TOLD, plan_push_tokens_once
-from moe_core.ops.exchange.operands import HomeTokens, Places, RowsAt, TokenSizes, TokenTables, in_records
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_take_rows
+from moe_core.ops.exchange.operands import HomeTokens, Places, TokenSizes, TokenTables, in_records
+from moe_core.ops.exchange.pull import plan_take_rows
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.plan.steps import Constant, KernelLaunch
@@ -82,18 +82,6 @@ def test_results_that_go_home() -> None:
     tile = (block % section * sections + block // section + 1) * blocks - 1
     run(plan_combine_push(*specs, HERE, num_slots=ROWS, programs=tile + 1), arrays, there=there)
     agree(there[-LAST:, -COLUMNS:], last[:, -COLUMNS:])
-
-
-def test_results_that_are_loaded() -> None:
-    last, shared = draw(half(LAST, WIDTH)), draw(half(LAST, WIDTH), 1)
-    there = far(half(ROWS, WIDTH), last)
-    arrays = {**places(), "results_at": table(there), "shared": far(half(ROWS, WIDTH), shared)}
-    specs = {name: spec_of(array) for name, array in arrays.items()}
-    specs["results_at"] = RowsAt(specs["results_at"], ROWS, WIDTH, "bfloat16")
-    plan = in_records(plan_combine_pull, places=Places)(**specs, target=HERE)
-    found = run(plan, arrays, there=there)["out"]
-    expected = last.astype(np.float32) + shared.astype(np.float32)
-    agree(found[-LAST:, -COLUMNS:], expected[:, -COLUMNS:])
 
 
 def test_rows_that_are_taken() -> None:

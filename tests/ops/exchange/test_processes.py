@@ -16,7 +16,6 @@ def test_processes_give_the_bits_of_one_device(kind: str) -> None:
     problem = draw_problem(8, Placement.linear(5, 3), (5, 0, 7), 3, "random", "bfloat16", PLAIN, sizes=(24, 8))
     expected, first = problem.alone()["output"], 0
     for tokens, turns in zip(problem.tokens, forward_on_processes(problem, 30, kind), strict=True):
-        for outputs in turns:
-            for found in outputs:
-                np.testing.assert_array_equal(found.view(np.uint16), expected[first : first + tokens].view(np.uint16))
+        for found in turns:
+            np.testing.assert_array_equal(found.view(np.uint16), expected[first : first + tokens].view(np.uint16))
         first += tokens

@@ -10,8 +10,8 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.ops.exchange.direct import PUSH_TOKENS_ONCE, TOLD, plan_push_tokens_once, plan_sum_results
-from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, RowsAt, TokenSizes, TokenTables
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights, plan_take_rows
+from moe_core.ops.exchange.operands import Checks, HomeTokens, Places, TokenSizes, TokenTables
+from moe_core.ops.exchange.pull import plan_combine_pull_weights, plan_take_rows
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
@@ -21,7 +21,6 @@ from tests.support.compile_gate import exchange_tables, pushed_plans
 _MOVES_ROWS = {
     "exchange.kernels.push:push_rows": (),
     "exchange.kernels.push:push_results": (),
-    "exchange.kernels.pull:pull_rows": (),
     "exchange.kernels.push:push_quantized_rows": ("st.global.b32", "st.global.v2.b32"),
     "exchange.kernels.direct:push_tokens_once": ("st.global.b32", "st.global.v2.b32"),
 }
@@ -37,14 +36,9 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     for width, top_k, tokens, dtype in cases:
         ids = ArraySpec((tokens, top_k), "int32")
         places = Places(ids, ids)
-        x, wide = ArraySpec((tokens, width), dtype), ArraySpec((tokens, width), "float32")
-        gate = ArraySpec((tokens, 1), "float32")
+        x = ArraySpec((tokens, width), dtype)
         for programs in (None, PROGRAMS):
             yield plan_dispatch_push(x, places, table, target, num_rows=ROWS, programs=programs)
-            results_at, options = RowsAt(table, ROWS, width, dtype), {"programs": programs}
-            yield plan_combine_pull(places, results_at, target, **options)
-            yield plan_combine_pull(places, results_at, target, **options, out_dtype="float32", shared=wide)
-            yield plan_combine_pull(places, results_at, target, **options, shared=x, shared_gate=gate)
             sources, start = ArraySpec((tokens, 2), "int32"), ArraySpec((33,), "int32")
             yield plan_combine_push(x, sources, start, table, target, num_slots=tokens, programs=programs)
             rows, source = ArraySpec((tokens, 1), "int32"), ArraySpec((99, width), dtype)

@@ -12,7 +12,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.exchange import operands
 from moe_core.ops.exchange.operands import in_records
-from moe_core.ops.exchange.pull import plan_combine_pull, plan_combine_pull_weights
+from moe_core.ops.exchange.pull import plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.parallel.exchange import sends
@@ -120,16 +120,6 @@ class Peers:
         specs = {name: spec_of(array) for name, array in (arrays | tables).items()}
         plan = in_records(plan_push_slots, places=operands.Places)
         self.run(plan(**specs, target=self.target, rank=rank, num_rows=num_rows), arrays | tables)
-
-    def combine(self, places: Places, num_rows: int, **options: Any) -> np.ndarray:
-        """`plan_combine_pull` from the arrays `results`."""
-        arrays = {"owners": places.owners, "rows": places.rows, "results_at": self.at("results")}
-        addends = {name: options.pop(name, None) for name in ("shared", "shared_gate")}
-        spec = self.buffers["results"][0].spec
-        specs = {name: spec_of(array) for name, array in (arrays | addends).items()}
-        specs["results_at"] = operands.RowsAt(specs["results_at"], num_rows, spec.shape[1], spec.dtype)
-        plan = in_records(plan_combine_pull, places=operands.Places)(**specs, target=self.target, **options)
-        return self.run(plan, arrays | addends)["out"]
 
     def combine_weights(self, places: Places, num_rows: int) -> np.ndarray:
         """`plan_combine_pull_weights` from the arrays `weights`."""

@@ -12,8 +12,7 @@ import numpy as np
 
 from moe_core.base.arrays import ArraySpec, host_array
 from moe_core.base.target import Target
-from moe_core.ops.exchange.operands import Places, RowsAt
-from moe_core.ops.exchange.pull import plan_combine_pull
+from moe_core.ops.exchange.operands import Places
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.ops.reduction.reference import reduce
@@ -61,8 +60,8 @@ class Rank:
         return run_plan(plan, arrays, others=self.blocks)  # pyright: ignore[reportArgumentType]
 
 
-def _forward(rank: Rank, problem: Problem, num_rows: int, wait: Any, target: Target) -> tuple[np.ndarray, np.ndarray]:
-    """The output of a rank's tokens, by loads and by stores."""
+def _forward(rank: Rank, problem: Problem, num_rows: int, wait: Any, target: Target) -> np.ndarray:
+    """The output of a rank's tokens."""
     number, operands = rank.rank, problem.ranks()[rank.rank]
     assert isinstance(operands.routing, TopK)
     first = sum(problem.tokens[:number])
@@ -94,13 +93,10 @@ def _forward(rank: Rank, problem: Problem, num_rows: int, wait: Any, target: Tar
     arrays["slots_at"] = rank.at("slots")
     rank.run(plan_combine_push(*map(spec_of, arrays.values()), target, num_slots=num_slots), arrays)
     wait()
-    arrays = places | {"results_at": rank.at("results")}
-    results_at = RowsAt(spec_of(arrays["results_at"]), num_rows, problem.x.shape[1], problem.x.dtype.name)
-    pulled = rank.run(plan_combine_pull(at, results_at, target), arrays)["out"]
     order = places["rows"]
-    pushed = reduce(rank.own("slots")[: order.size], order.reshape(-1), top_k=order.shape[1], order="slot")
+    output = reduce(rank.own("slots")[: order.size], order.reshape(-1), top_k=order.shape[1], order="slot")
     wait()
-    return pulled, pushed
+    return output
 
 
 def _serve(number: int, problem: Problem, num_rows: int, kind: str, names: list[str], barrier: Any, pipe: Any) -> None:
@@ -137,8 +133,8 @@ def shapes_of(problem: Problem, num_rows: int) -> dict[str, tuple[tuple[int, ...
     }
 
 
-def forward_on_processes(problem: Problem, num_rows: int, kind: str) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Of every rank, a process each, its output by loads and by stores, twice. kind: of the target."""
+def forward_on_processes(problem: Problem, num_rows: int, kind: str) -> list[list[np.ndarray]]:
+    """Of every rank, a process each, its output, twice. kind: of the target."""
     context, ranks = multiprocessing.get_context("forkserver"), problem.placement.num_ranks
     # Forks of a process that has imported everything and has run nothing.
     context.set_forkserver_preload(["tests.support.parallel.shared"])

@@ -57,8 +57,6 @@ across_ranks_backward(Tensor token, Tensor[] gradients, Tensor[] given) -> Tenso
 across_ranks_training(Tensor[] arrays, int[] asked, str options) -> Tensor[]
 activation(Tensor x, Tensor? up, str options) -> Tensor
 activation_backward(Tensor d_y, Tensor x, Tensor? up, str options) -> Tensor[]
-combine_pull(Tensor owners, Tensor rows, Tensor results_at, Tensor? shared, Tensor? shared_gate, Tensor(a!)? memory,
-    str options) -> Tensor
 combine_pull_weights(Tensor owners, Tensor rows, Tensor weights_at, Tensor(a!)? memory, str options) -> Tensor
 combine_push(Tensor y, Tensor sources, Tensor group_start, Tensor slots_at, Tensor(a!)? memory, str options) -> ()
 dispatch_push(Tensor x, Tensor owners, Tensor rows, Tensor rows_at, Tensor? scales_at, Tensor(a!)? memory, str

@@ -81,13 +81,7 @@ def test_there_and_back(engine: str) -> None:
             products = moe_torch.scale_rows(x.repeat_interleave(K, 0), ranks.weights[rank].view(-1, 1))
             layout = moe_torch.make_layout(ids, W * L)
             expected = moe_torch.reduce(products, layout, order="slot")
-            results_at = peer_ops.RowsAt(rows_at, R, D, torch.bfloat16)
-            found = peer_ops.combine_pull(own, results_at, memory=rows[rank], programs=2)
-            assert torch.equal(found, expected)
             assert torch.equal(moe_torch.reduce(slots[rank][: ids.numel()], layout, order="slot"), expected)
-            options: dict[str, Any] = {"shared": x.float(), "out_dtype": torch.float32}
-            wide = peer_ops.combine_pull(own, results_at, programs=2, **options)
-            assert torch.equal(wide, moe_torch.reduce(products, layout, shared=x.float(), out_dtype="float32"))
             found = peer_ops.combine_pull_weights(own, weights_at, num_rows=R)
             assert torch.equal(found, torch.where(ids < 0, 0, ranks.weights[rank]))
 
@@ -195,9 +189,9 @@ def test_what_compilers_are_told() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             table, x = torch.ones(W, dtype=torch.int64), torch.ones(TOKENS[0], D)
             assert peer_ops.dispatch_push(x, places, table, num_rows=R) is None
-            out = peer_ops.combine_pull(places, peer_ops.RowsAt(table, R, D, torch.float16))
-            assert (out.shape, out.dtype) == ((TOKENS[0], D), torch.float16)
-    for name in ("dispatch_push", "push_slots", "push_counts", "combine_push", "combine_pull", "combine_pull_weights"):
+            out = peer_ops.combine_pull_weights(places, table, num_rows=R)
+            assert (out.shape, out.dtype) == ((TOKENS[0], K), torch.float32)
+    for name in ("dispatch_push", "push_slots", "push_counts", "combine_push", "combine_pull_weights"):
         schema = getattr(torch.ops.moebius, name).default._schema
         assert schema.is_mutable and str(schema).count("!") == 1
 
@@ -228,11 +222,6 @@ def test_wrong_arguments() -> None:
          "weights_at or sources_at must be given"),
         (lambda: peer_ops.push_routing(ranks.weights[0], places, table, table[:2], rank=0, num_rows=R), InvalidInput,
          "as many ranks"),
-        (lambda: peer_ops.combine_pull(places, peer_ops.RowsAt(table, R, D, torch.int32)), InvalidInput, "dtype"),
-        (lambda: peer_ops.combine_pull(places, peer_ops.RowsAt(table, R, 9, torch.float32)), InvalidInput,
-         "rows of results must be a multiple of 16 bytes, got 36 bytes of 9 float32"),
-        (lambda: peer_ops.combine_pull(places, peer_ops.RowsAt(table, R, D, torch.float32),
-                                       shared_gate=torch.ones(6, 1)), InvalidInput, "shared_gate must be None"),
         (lambda: peer_ops.dispatch_push(x.requires_grad_(), places, table, num_rows=R), Unsupported, "defines none"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tools.fuzz.oracle.formats import quantize
-from tools.fuzz.oracle.layer import sigmoid
-from tools.fuzz.oracle.real import Real, Tensor
+from tools.fuzz.oracle.real import Tensor
 
 _NONE = 2**31 - 1
 
@@ -77,10 +76,10 @@ def _stored(like: Tensor, went: Went, values: Sequence[Tensor], each: int) -> li
     return found
 
 
-def peer_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Real]]:
-    """(arrays to be met bit by bit, by name and rank, and numbers) of the mode `peer`.
+def peer_results(case: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Arrays to be met bit by bit, by name and rank, of the mode `peer`.
 
-    given, a list by rank: ids, x, weights, results, shared, gate, numbers, of what is stored; empty: a poisoned array
+    given, a list by rank: ids, x, weights, results, numbers, of what is stored; empty: a poisoned array
     of each name; receive, num_places, per_rank.
     """
     ids, empty, K = given["ids"], given["empty"], case.K
@@ -107,26 +106,16 @@ def peer_results(case: Any, given: Mapping[str, Any]) -> tuple[dict[str, Tensor]
         for results, here in zip(given["results"], went.by_owner, strict=True):
             for row, (home, slot) in enumerate(here):
                 exact["home"][home][slot] = results[row]
-    sums, exact["numbers"] = {}, []
-    for home, (owners, rows) in enumerate(zip(went.owners, went.rows, strict=True)):
-        total = torch.zeros(len(owners), case.D)
+    exact["numbers"] = []
+    for owners, rows in zip(went.owners, went.rows, strict=True):
         numbers = torch.zeros(owners.shape)
         for t in range(len(owners)):
             for k in range(K):
                 owner, row = int(owners[t, k]), int(rows[t, k])
                 if owner >= 0:
-                    total[t] += given["results"][owner][row].float()
                     numbers[t, k] = given["numbers"][owner][row]
         exact["numbers"].append(numbers)
-        sum_ = Real.exact(total.double())
-        if case.shared:
-            shared = Real.exact(given["shared"][home].double())
-            if case.shared_gate:
-                shared = shared * sigmoid(Real.exact(given["gate"][home].double()))
-            sum_ = sum_ + shared
-        sums[f"sum {home}"] = sum_.cast(case.out_dtype or case.dtype)
-    flat = {f"{name} {rank}": own for name, arrays in exact.items() for rank, own in enumerate(arrays)}
-    return flat, sums
+    return {f"{name} {rank}": own for name, arrays in exact.items() for rank, own in enumerate(arrays)}
 
 
 def taken(case: Any, given: Mapping[str, Any]) -> Tensor:
