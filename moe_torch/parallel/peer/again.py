@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +76,8 @@ def run_again(call: ExchangeCall, brought: Brought, owner: Owner) -> Results | N
     if again is None or call.steps is None or call.steps.get(_KEY) is not again.push:
         return None
     x, ranks, memory, header = brought.x, call.ranks, again.memory, call.header(brought.x.device)
-    given = [array.data_ptr() for array in (x, brought.ids, brought.weights, header)]
-    if functools.reduce(or_, given) % ALIGNMENT:
+    given = x.data_ptr(), brought.ids.data_ptr(), brought.weights.data_ptr(), header.data_ptr()
+    if (given[0] | given[1] | given[2] | given[3]) % ALIGNMENT:
         return None
     check_headers(call, brought.ids)
     kept(again.constants, x.device)
