@@ -47,69 +47,28 @@ def layout_of(row_of_slot: Any, sizes: Any = None, spec: LayoutSpec = LAYOUT) ->
 
 #: What no planner sees, or sees of arrays alone.
 CASES = (
-    Case(
-        "spec type",
-        lambda x: moe_jax.router(x, x, spec=untyped(RouterSpec(2))),
-        (floats(D, D),),
-        "spec must be LogitsSpec, got RouterSpec.*moe_jax.LogitsSpec",
-    ),
-    Case(
-        "operands type",
-        lambda x: moe_jax.matmul_ogs(untyped((x, x)), None, MatmulSpec("in_out")),
-        (floats(D, D),),
-        "operands must be MatmulOperands, got tuple; build it with moe_jax.MatmulOperands",
-    ),
-    Case(
-        "layout type",
-        lambda x: moe_jax.matmul_ogs(MatmulOperands(x, x), untyped(LAYOUT), MatmulSpec("in_out")),
-        (floats(D, D),),
-        "layout must be RaggedLayout, got LayoutSpec",
-    ),
-    Case(
-        "no weight",
-        lambda x: moe_jax.matmul_ogs(MatmulOperands(x, None), None, MatmulSpec("in_out")),
-        (floats(T, D),),
-        "operands.weight must be an array, got None; pass it",
-    ),
-    Case(
-        "layout sizes",
-        lambda x, sizes: moe_jax.matmul_ogs(
-            MatmulOperands(x, floats(E, D, F)), layout_of(integers(T * K), sizes), MatmulSpec("in_out", "token")
-        ),
-        (floats(T, D), integers(E + 1)),
-        r"layout.group_sizes must be \[4\], got \(5,\)",
-    ),
-    Case(
-        "activation type",
-        lambda x: moe_jax.activation(x, untyped("silu")),
-        (floats(T, F),),
-        "activation must be Activation, got 'silu'; build it",
-    ),
-    Case(
-        "reduce rows",
-        lambda y, rows: moe_jax.reduce(y, layout_of(rows), order="row"),
-        (floats(T, D), integers(T * K)),
-        r"y must be \[12, d_model\], got \(6, 16\)",
-    ),
-    Case(
-        "row_of_slot",
-        lambda y, rows: moe_jax.reduce(y, layout_of(rows)),
-        (floats(T * K, D), integers(T)),
-        r"layout.row_of_slot must be \[12\], got \(6,\)",
-    ),
-    Case(
-        "routing type",
-        lambda x, *arrays: moe_jax.moe(x, ExpertWeights(*arrays), untyped(ExpertWeights(*arrays)), SPEC),
-        LAYER,
-        "routing must be RouterWeights or RouterLogits or TopK, got ExpertWeights; build it with moe_jax.RouterWeights",
-    ),
-    Case(
-        "spec type of a layer",
-        lambda x, *arrays: moe_jax.moe(x, ExpertWeights(*arrays), RouterLogits(x), untyped(RouterSpec(2))),
-        LAYER,
-        "spec must be MoESpec, got RouterSpec",
-    ),
-)
+    Case("spec type", lambda x: moe_jax.router(x, x, spec=untyped(RouterSpec(2))), (floats(D, D),),
+        "spec must be LogitsSpec, got RouterSpec.*moe_jax.LogitsSpec"),
+    Case("operands type", lambda x: moe_jax.matmul_ogs(untyped((x, x)), None, MatmulSpec("in_out")), (floats(D, D),),
+        "operands must be MatmulOperands, got tuple; build it with moe_jax.MatmulOperands"),
+    Case("layout type", lambda x: moe_jax.matmul_ogs(MatmulOperands(x, x), untyped(LAYOUT), MatmulSpec("in_out")),
+        (floats(D, D),), "layout must be RaggedLayout, got LayoutSpec"),
+    Case("no weight", lambda x: moe_jax.matmul_ogs(MatmulOperands(x, None), None, MatmulSpec("in_out")),
+        (floats(T, D),), "operands.weight must be an array, got None; pass it"),
+    Case("layout sizes", lambda x, sizes: moe_jax.matmul_ogs(
+        MatmulOperands(x, floats(E, D, F)), layout_of(integers(T * K), sizes), MatmulSpec("in_out", "token")),
+        (floats(T, D), integers(E + 1)), r"layout.group_sizes must be \[4\], got \(5,\)"),
+    Case("activation type", lambda x: moe_jax.activation(x, untyped("silu")), (floats(T, F),),
+        "activation must be Activation, got 'silu'; build it"),
+    Case("reduce rows", lambda y, rows: moe_jax.reduce(y, layout_of(rows), order="row"),
+        (floats(T, D), integers(T * K)), r"y must be \[12, d_model\], got \(6, 16\)"),
+    Case("row_of_slot", lambda y, rows: moe_jax.reduce(y, layout_of(rows)), (floats(T * K, D), integers(T)),
+        r"layout.row_of_slot must be \[12\], got \(6,\)"),
+    Case("routing type", lambda x, *w: moe_jax.moe(x, ExpertWeights(*w), untyped(ExpertWeights(*w)), SPEC), LAYER,
+        "routing must be RouterWeights or RouterLogits or TopK, got ExpertWeights; build it with moe_jax.RouterW"),
+    Case("spec type of a layer", lambda x, *w: moe_jax.moe(x, ExpertWeights(*w), RouterLogits(x),
+        untyped(RouterSpec(2))), LAYER, "spec must be MoESpec, got RouterSpec"),
+)  # fmt: skip
 
 
 both_ways = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
@@ -203,13 +162,15 @@ def test_blocks_of_other_sizes_are_refused() -> None:
             modular.finalize_batched(floats(2, 7, 4), weights, prepared)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda ids: moe_jax.make_layout(ids, E, checked=True), lambda ids: moe_jax.pack_bitmatrix(ids, E, checked=True)],
-    ids=["make_layout", "pack_bitmatrix"],
-)
-def test_checked_calls_are_refused_while_tracing(call: Callable[..., Any]) -> None:
-    message = "checked=True of .* looks at the result on the host.*return invalid_ids and check it outside"
+@pytest.mark.parametrize("name", ["make_layout", "pack_bitmatrix", "moe"])
+def test_checked_calls_are_refused_while_tracing(name: str) -> None:
+    def call(ids: jax.Array) -> Any:
+        if name != "moe":
+            return getattr(moe_jax, name)(ids, E, checked=True)
+        experts = ExpertWeights(floats(E, D, 2 * F), floats(E, F, D))
+        return moe_jax.moe(floats(T, D), experts, TopK(ids, floats(T, K)), MoESpec(SILU), checked=True)
+
+    message = rf"checked=True of {name} looks at the result on the host.*return invalid_ids and check it outside"
     with running_on("reference"), pytest.raises(Unsupported, match=message):
         jax.jit(call)(integers(T, K))
 
@@ -218,13 +179,3 @@ def test_an_unknown_engine() -> None:
     message = "cpu_engine kind must be 'interpreter' or 'reference', got 'fast'; name one"
     with pytest.raises(InvalidInput, match=message), moe_jax.cpu_engine("fast"):
         raise AssertionError("not reached")
-
-
-def test_a_checked_layer_is_refused_while_tracing() -> None:
-    def checked(ids: jax.Array) -> moe_jax.MoEOutput:
-        experts = ExpertWeights(floats(E, D, 2 * F), floats(E, F, D))
-        return moe_jax.moe(floats(T, D), experts, TopK(ids, floats(T, K)), MoESpec(SILU), checked=True)
-
-    message = r"checked=True of moe looks at the result on the host.*return invalid_ids and check it outside"
-    with running_on("reference"), pytest.raises(Unsupported, match=message):
-        jax.jit(checked)(integers(T, K))
