@@ -61,6 +61,41 @@ def test_stages_have_the_gradients_of_the_composed_op(frontend: Frontend, engine
         assert dtype == "float32" or not np.array_equal(twice["d_x"], expected["d_x"]), "two casts are one"
 
 
+ROUTERS = (
+    RouterSpec(2),
+    RouterSpec(2, order="topk_then_softmax"),
+    RouterSpec(2, "sigmoid", renormalize=True, scale=2.5),
+    RouterSpec(2, "sqrt_softplus"),
+)
+
+
+@on_engines
+@pytest.mark.parametrize("rule", ROUTERS, ids=str)
+def test_router_and_route_have_gradients(frontend: Frontend, engine: str, rule: RouterSpec) -> None:
+    """Those of the whole op, of what flows into its output and its logits; with a bias and masked tokens."""
+    ops, concatenate, where = frontend.ops, frontend.names.concatenate, frontend.names.where
+    with frontend.running_on(engine):
+        leaves, spec = leaves_of(frontend, "float32")
+        leaves |= frontend.arrays({"bias": np.random.default_rng(1).standard_normal(NUM_EXPERTS, np.float32)})
+        mask, spec = frontend.arrays(np.arange(19) != 3), dataclasses.replace(spec, router=rule)
+
+        def results(leaves: Leaves, stages: bool) -> Any:
+            experts = ExpertWeights(leaves["gate_up"], leaves["down"])
+            if stages:
+                logits = ops.router(leaves["x"], leaves["router"], bias=leaves["bias"])
+                routing = TopK(*ops.route(logits, rule, token_mask=mask))
+                output = ops.moe(leaves["x"], experts, routing, dataclasses.replace(spec, router=None)).output
+            else:
+                routing = RouterWeights(leaves["router"], leaves["bias"])
+                found = ops.moe(leaves["x"], experts, routing, spec, token_mask=mask)
+                output, logits = found.output, found.logits
+            return concatenate([output, where(mask[:, None], logits, 0.0)], 1)
+
+        whole, staged = (frontend.pull(lambda leaves: results(leaves, one), leaves) for one in (False, True))  # noqa: B023
+    for name, wanted in whole.items():
+        np.testing.assert_allclose(staged[name], wanted, 2e-5, 2e-5 * float(np.abs(wanted).max()), err_msg=name)
+
+
 def test_programs(frontend: Frontend) -> None:
     with frontend.running_on("reference"):
         leaves, spec = leaves_of(frontend, "bfloat16")

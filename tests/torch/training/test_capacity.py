@@ -143,51 +143,6 @@ def test_programs() -> None:
         require_equal(parameter.main_grad if name in matrices else parameter.grad, wanted[name], name)
 
 
-ROUTERS = (
-    RouterSpec(2),
-    RouterSpec(2, order="topk_then_softmax"),
-    RouterSpec(2, "sigmoid", renormalize=True, scale=2.5),
-    RouterSpec(2, "sqrt_softplus"),
-)
-
-
-@on_engines
-@pytest.mark.parametrize("spec", ROUTERS, ids=str)
-def test_router_and_route_have_gradients(engine: str, spec: RouterSpec) -> None:
-    """Those of the whole op, whose experts they feed."""
-    random = torch.Generator().manual_seed(0)
-    with running_on(engine) as device:
-        x, weight, bias, up, down = (
-            torch.randn(*shape, generator=random).to(device)
-            for shape in ((9, 24), (24, 5), (5,), (5, 24, 32), (5, 16, 24))
-        )
-        mask = torch.arange(9, device=device) != 3
-        moe_spec = moe_torch.MoESpec(moe_torch.Activation("silu"), spec)
-
-        def whole(x: Any, weight: Any, bias: Any) -> Any:
-            routing = moe_torch.RouterWeights(weight, bias)
-            found = moe_torch.moe(x, moe_torch.ExpertWeights(up, down), routing, moe_spec, token_mask=mask)
-            return found.output, found.logits
-
-        def staged(x: Any, weight: Any, bias: Any) -> Any:
-            logits = moe_torch.router(x, weight, bias=bias)
-            ids, weights = moe_torch.route(logits, spec, token_mask=mask)
-            assert not ids.requires_grad
-            given = dataclasses.replace(moe_spec, router=None)
-            return moe_torch.moe(
-                x, moe_torch.ExpertWeights(up, down), moe_torch.TopK(ids, weights), given
-            ).output, logits
-
-        found = []
-        for program in (whole, staged):
-            leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-            output, logits = program(*leaves)
-            value = output.square().sum() + (logits.square() * mask[:, None]).sum()
-            found.append(torch.autograd.grad(value, leaves))
-    for name, one, other in zip(("x", "weight", "bias"), *found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(one.abs().max()), msg=name)
-
-
 @on_engines
 def test_gradients_may_start_anywhere(engine: str) -> None:
     """Those of two halves of one array: the second starts behind the first, 12 or 24 bytes from a multiple of 16."""
