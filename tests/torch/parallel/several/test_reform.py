@@ -121,6 +121,8 @@ def train_on(group: Any, dies: int, at: str) -> list[np.ndarray]:
             outputs[step:] = [train(model, optimizer, step, ranks.rank, ranks.size)]
             mirror.save()
         except RuntimeError:
+            # What a step did before the death is known is undone.
+            optimizer.step()
             parallel = KEPT["parallel"] = mirror.reform(seconds=30)
             del outputs[mirror.step :]
         step = mirror.step
