@@ -22,8 +22,11 @@ from moe_core.specs.exchange import packed_row
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
+from moe_torch.bridge.options import dtype_name
 from moe_torch.bridge.ready import Begun
 from moe_torch.operators import routes as operators
+from moe_torch.operators.requests import layout_sizes
+from moe_torch.operators.stages import REDUCE
 from moe_torch.parallel.calls.known import repeated
 from moe_torch.parallel.exchange import constants, placement_tables, rows_that_fit
 from moe_torch.parallel.group import Arriving, Ranks, Way, read_by_host
@@ -100,8 +103,12 @@ class CollectiveRoutes:
         assert rows is not None, "owners return their results"
         arriving = self.start_pull(rows, what)
 
-        def total(**options: Any) -> torch.Tensor:
-            return self.spoil(ops.reduce(arriving(), self.at_home, order="row", **options))
+        def total(*, out_dtype: torch.dtype | None = None, **shared: Any) -> torch.Tensor:
+            y, layout = arriving(), self.at_home
+            key = "total", y.shape, layout.spec, out_dtype, *[one is None for one in shared.values()]
+            given: Any = {"shared": None, "shared_gate": None, **shared, "row_of_slot": layout.row_of_slot, "y": y}
+            given |= {"sizes": layout_sizes(layout), "order": "row", "out_dtype": dtype_name("out_dtype", out_dtype)}
+            return self.spoil(repeated(self.call.steps, key, REDUCE, **given))
 
         return total
 
@@ -204,18 +211,10 @@ class _Planner(Planner):
         """ways: out and home. owner: ids, weights and slots, if any. returned: rows that come home."""
         (out, home), (ids, weights, *slots) = ways, owner
         return CollectiveRoutes(
-            self.call,
-            tables.slot_of_row,
-            slots[0] if slots else None,
-            out,
-            home,
-            ids,
-            weights,
+            self.call, tables.slot_of_row, slots[0] if slots else None, out, home, ids, weights,
             one_group(self.num_tokens, self.top_k, returned, tables.row_of_slot),
-            tokens_per_expert=tables.tokens_per_expert,
-            invalid_ids=tables.invalid_ids,
-            **counted,
-        )
+            tokens_per_expert=tables.tokens_per_expert, invalid_ids=tables.invalid_ids, **counted,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

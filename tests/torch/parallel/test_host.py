@@ -89,11 +89,11 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     most = max(problem.tokens) if way.mode == "peer" else None
     parallel = ExpertParallel(group, way, most)
     with running_on("reference"), torch.no_grad(), mock.patch.object(again, "kept", wraps=again.kept) as used:
-        for turn in range(5):
+        for turn in range(6):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
-            if turn % 2:
-                # Other numbers of rows, then the same again.
+            if turn in (1, 3):
+                # Other numbers of rows than expected, then the same again, and twice.
                 routing.ids.copy_(routing.ids.flip(0))
                 routing.ids[turn:, 1:] = -1
             options: Any = {"placement": problem.placement}
@@ -103,7 +103,7 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
             same += [torch.equal(*pair) for pair in zip(found, wanted, strict=True) if pair[0] is not None]
     # Arrays that a graph keeps: the places of experts.
     kept = [len(call.args[0]) for call in used.call_args_list]
-    return [*same, kept == [1] * (3 if way.mode == "peer" and way.rows == "tokens" else 0)]
+    return [*same, kept == [1] * (4 if way.mode == "peer" and way.rows == "tokens" else 0)]
 
 
 @over(TORCH_WAYS)

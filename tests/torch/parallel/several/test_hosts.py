@@ -50,7 +50,9 @@ def messages_of(group: Any, *arguments: Any) -> list[tuple[str, str, int]]:
 
         def start(own: Ranks, rows: torch.Tensor, what: str, *way: Any) -> Any:
             level = own.where.rpartition(", ")[2] if "hosts" in own.where else "experts"
-            sent.append((f"{kind} {what}", level, sum(way[0].sent) - way[0].sent[own.rank] if way else 0))
+            sent.append(
+                (f"{kind} {what}", level, sum(way[0].sent) - way[0].sent[own.rank] if way and way[0].sent else 0)
+            )
             return real(own, rows, what, *way)
 
         return mock.patch.object(Ranks, f"start_{kind}", start)
