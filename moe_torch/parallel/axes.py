@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from moe_core.base.arrays import row_stride
 from moe_core.base.checks import finite_float, require_choice, set_integer
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TOKENS, WHOLE, TensorSplit
+from moe_core.plan.float64 import refuse_float64
+from moe_torch.bridge.arrays import array_spec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import flat_mesh
 from moe_torch.parallel.deep_ep import require_buffer
@@ -167,23 +170,24 @@ class ExpertParallel:
         return TensorRanks(self._once(self._tensor_ranks, where), self.split)
 
     def _tensor_ranks(self, where: str) -> Ranks:
-        where = f"the tensor axis of mode {self.exchange.mode}{where and f', {where}'}"
-        return ranks_of(self.tensor, self.timeout, where)
+        return ranks_of(self.tensor, self.timeout, f"the tensor axis of {self._named(where)}")
+
+    def _named(self, where: str) -> str:
+        return f"mode {self.exchange.mode}{where and f', {where}'}"
 
     def ranks(self, where: str = "", overlaps: bool = False) -> Ranks:
         """The group, for messages. where: text for errors. overlaps: see `Ranks`."""
         return self._once(self._ranks, where, overlaps)
 
     def _ranks(self, where: str, overlaps: bool) -> Ranks:
-        where = f"mode {self.exchange.mode}{where and f', {where}'}"
-        return dataclasses.replace(ranks_of(self.mesh, self.timeout, where), overlaps=overlaps)
+        return dataclasses.replace(ranks_of(self.mesh, self.timeout, self._named(where)), overlaps=overlaps)
 
     def levels(self, where: str = "", overlaps: bool = False) -> tuple[Ranks, Ranks] | None:
         """The ranks between hosts, and inside this host. None: one level. Arguments as in `ranks`."""
         return self._once(self._levels, where, overlaps)
 
     def _levels(self, where: str, overlaps: bool) -> tuple[Ranks, Ranks] | None:
-        axes, where = levels_of(self.mesh), f"mode {self.exchange.mode}{where and f', {where}'}"
+        axes, where = levels_of(self.mesh), self._named(where)
         if axes is None or self.exchange.hosts == 1:
             return None
         between, inside = (
@@ -196,6 +200,25 @@ class ExpertParallel:
     def axis(self) -> Any:
         """The mesh as one axis of all ranks."""
         return self.mesh if levels_of(self.mesh) is None else flat_mesh(self.mesh)
+
+
+def require_tokens(x: Any, parallel: ExpertParallel) -> None:
+    require_instance("x", x, torch.Tensor)
+    refuse_float64(x.dtype == torch.float64)
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InvalidInput(
+            f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
+        )
+    row_stride("x", array_spec("x", x))
+    most = parallel.max_tokens
+    if most is not None and len(x) > most:
+        raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")
+
+
+def require_ranks(placement: Placement, ranks: Ranks) -> None:
+    if placement.num_ranks != ranks.size:
+        message = f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
+        raise InvalidInput(message)
 
 
 def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:

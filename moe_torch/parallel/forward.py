@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from moe_core.base.arrays import require_spec, row_stride
+from moe_core.base.arrays import require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangePlan, ParallelOutput, Placement, plan_exchange
 from moe_core.parallel.bounds import is_direct
@@ -21,7 +21,6 @@ from moe_core.parallel.operands import (
     require_scores,
 )
 from moe_core.parallel.spec import refuse_chunks
-from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
@@ -44,7 +43,7 @@ from moe_torch.operators.routed import routed
 from moe_torch.operators.stages import ROUTE
 from moe_torch.parallel.adapters import RankAdapters
 from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
-from moe_torch.parallel.axes import tell_peers
+from moe_torch.parallel.axes import require_ranks, require_tokens, tell_peers
 from moe_torch.parallel.calls.compiled import Calls as Calls
 from moe_torch.parallel.calls.compiled import across_ranks, run_by_operators, traceable
 from moe_torch.parallel.calls.known import Call, Known, repeated
@@ -141,10 +140,7 @@ def exchanged(
     if operands.lora is None and operands.adapter_ids is not None:
         raise InvalidInput("adapter_ids must be None without lora, got an array; pass lora too")
     ranks = parallel.ranks((calls.layer and f"layer {calls.layer}") or "")
-    if placement.num_ranks != ranks.size:
-        raise InvalidInput(
-            f"placement must be of the {ranks.size} ranks of the mesh, got {placement}; make it for them"
-        )
+    require_ranks(placement, ranks)
     # Compiled code that calls it compiles nothing here.
     exchange = Exchange(parallel, placement, ranks, moving, calls)
     result = uncompiled(Exchange.run)(exchange, operands.x, operands, spec)
@@ -278,16 +274,10 @@ class Exchange:
         return RankAdapters.of(lora, ids, mask, self.parallel, where)
 
     def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any, shared: Any) -> None:
-        require_instance("x", x, torch.Tensor)
+        require_tokens(x, self.parallel)
         require_instance("experts", experts, ExpertWeights)
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
         require_instance("spec", spec, MoESpec)
-        refuse_float64(x.dtype == torch.float64)
-        if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise InvalidInput(
-                f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
-            )
-        row_stride("x", array_spec("x", x))
         if isinstance(routing, TopK) and spec.router is not None:
             raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
         if shared is not None:
@@ -300,9 +290,6 @@ class Exchange:
             if getattr(array, "device", None) != x.device:
                 require_dense(name, array)
                 require_same_device(name, array, "x", x)
-        most = self.parallel.max_tokens
-        if most is not None and len(x) > most:
-            raise InvalidInput(f"x must have at most max_tokens = {most} tokens, got {len(x)}; raise max_tokens")
         held, stacked = list(experts.down.shape), experts.layer_index is not None
         most, least = self.placement.per_rank, self.placement.occupied[self.ranks.rank]
         if len(held) < 3 + stacked or not least <= held[stacked] <= most:

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
-from moe_core.base.arrays import row_stride
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import Placement
 from moe_core.parallel.operands import require_given
-from moe_core.plan.float64 import refuse_float64
 from moe_core.specs.moe import MoESpec
 from moe_torch.bridge.arrays import array_spec, require_same_device
 from moe_torch.bridge.options import require_instance
 from moe_torch.operators.kinds import as_float32, as_int32
-from moe_torch.parallel.axes import ExpertParallel, tell_peers
+from moe_torch.parallel.axes import ExpertParallel, require_ranks, require_tokens, tell_peers
 from moe_torch.parallel.forward import asks_gradients, plan_of
 from moe_torch.parallel.function import combine as combined
 from moe_torch.parallel.function import dispatch as dispatched
@@ -150,10 +148,7 @@ def dispatch(
         where = f"micro-batch {number}" if number else ""
         ranks, levels = parallel.ranks(where, True), parallel.levels(where, True)
         call = ExchangeCall(ranks, plan, None, 0, number, levels, parallel.buffer)
-        if placement.num_ranks != call.ranks.size:
-            raise InvalidInput(
-                f"placement must be of the {call.ranks.size} ranks of the mesh, got {placement}; make it for them"
-            )
+        require_ranks(placement, call.ranks)
         planner = plan_routes(call, ids, weights, token_mask)
     except Exception:
         tell_peers(parallel, placement, x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
@@ -177,17 +172,7 @@ def combine(rows: torch.Tensor, arrived: Arrived) -> Combining:
 
 
 def _check(x: Any, ids: Any, weights: Any, parallel: ExpertParallel) -> None:
-    require_instance("x", x, torch.Tensor)
-    refuse_float64(x.dtype == torch.float64)
-    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise InvalidInput(
-            f"x must be bf16, fp16 or fp32 [T, D], got {x.dtype} {list(x.shape)}; flatten the batch axes first"
-        )
-    row_stride("x", array_spec("x", x))
+    require_tokens(x, parallel)
     require_given(array_spec("ids", ids), array_spec("weights", weights), len(x))
     for name, array in (("ids", ids), ("weights", weights)):
         require_same_device(name, array, "x", x)
-    if parallel.max_tokens is not None and len(x) > parallel.max_tokens:
-        raise InvalidInput(
-            f"x must have at most max_tokens = {parallel.max_tokens} tokens, got {len(x)}; raise max_tokens"
-        )

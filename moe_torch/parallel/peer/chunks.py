@@ -71,7 +71,8 @@ class PeerPlanner(Planner):
         way = self._way()
         if self.call.steps is not None and values is not None:
             # Gathered rows are not kept.
-            self._like = values.shape, values.stride(), {"dtype": values.dtype, "device": values.device}
+            layout: Any = {"dtype": values.dtype, "device": values.device}
+            self._like = functools.partial(torch.empty_strided, values.shape, values.stride(), **layout)
         routes = way.make(*way.arrays)
         if way.counts is not None:
             routes.tokens_per_expert, routes.invalid_ids = way.counts
@@ -79,8 +80,7 @@ class PeerPlanner(Planner):
 
     def ended(self, routes: PeerRoutes, dtype: torch.dtype) -> None:
         if self._like is not None:
-            shape, strides, layout = self._like
-            again.remember(self.call, torch.empty_strided(shape, strides, **layout), routes, dtype)
+            again.remember(self.call, self._like(), routes, dtype)
 
     def schedule(self, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results | None:
         """shared: called while rows travel, if possible. dtype: of the output."""
