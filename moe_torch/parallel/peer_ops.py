@@ -13,7 +13,6 @@ Rows have a multiple of 16 bytes. Ops raise InvalidInput for wrong shapes or dty
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ import torch
 from moe_core.base.checks import as_integer
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
-from moe_core.ops.exchange.checks import require_addresses
 from moe_core.ops.exchange.operands import Checks as Checks
 from moe_core.ops.exchange.operands import HomeTokens as HomeTokens
 from moe_core.parallel.placement import Placement
@@ -46,12 +44,6 @@ class PeerPlaces(NamedTuple):
     rows: torch.Tensor
     received: torch.Tensor
     overflow: torch.Tensor
-
-
-def address_table(addresses: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Return the table int64 `[W]` of addresses, multiples of 16."""
-    require_addresses(addresses)
-    return torch.tensor(list(addresses), dtype=torch.int64, device=device)
 
 
 def peer_places(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_torch.parallel import peer_ops
-
 Tensor = torch.Tensor
 
 
@@ -24,4 +22,4 @@ class Memory:
         given = [empty] * ranks if isinstance(empty, Tensor) else empty
         # torch aligns memory to 64 bytes.
         self.own = [one.to(device, copy=True).contiguous() for one in given]
-        self.at = peer_ops.address_table([one.data_ptr() for one in self.own], device)
+        self.at = torch.tensor([one.data_ptr() for one in self.own], device=device)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moe_core.base import ALIGNMENT, ArraySpec, Target, dtypes, require_at_least, require_spec
+from moe_core.base import ArraySpec, Target, dtypes, require_at_least, require_spec
 from moe_core.base.sizes import INT32_LIMIT, elementwise_tile, padded
 from moe_core.errors import InvalidInput
 
@@ -15,18 +13,6 @@ _WARP, _VECTOR = 32, 16
 _LIMITED_WARPS, _WARPS = 16, 4
 _RESIDENT = 16
 _BLOCK = {"gpu": 1024, "interpreter": 64}
-
-
-def require_addresses(addresses: Sequence[int], name: str = "addresses") -> None:
-    """Raise InvalidInput unless these are addresses at every peer, multiples of 16."""
-    if len(addresses) < 1:
-        raise InvalidInput(f"{name} must have one entry for each rank, got none; pass those of all peers")
-    for rank, address in enumerate(addresses):
-        if isinstance(address, bool) or not isinstance(address, int) or address < 1 or address % ALIGNMENT:
-            raise InvalidInput(
-                f"{name} must be addresses at multiples of {ALIGNMENT} bytes, got {address!r} of rank {rank}; round "
-                "the offsets of arrays in the symmetric allocation up"
-            )
 
 
 def require_table(name: str, table: ArraySpec, num_ranks: int | None = None) -> int:

@@ -84,8 +84,7 @@ def run_again(call: ExchangeCall, brought: Brought, owner: Owner) -> Results | N
     places, tokens_per_expert, invalid_ids, overflow = again.push.run((), *given)
     memory.memory.barrier(ranks, "rows")
     routing, tokens = TopK(memory.ids.own, memory.weights.own), group_tokens(memory, ranks.size * len(x))
-    # Gathered rows are not needed any more.
-    del x, brought.x
+    del x, brought.x  # Experts need no gathered rows.
     result = owner(memory.rows.own, routing, tokens, again.results_at)
     memory.memory.barrier(ranks, "results")
     (output,) = again.total.run((), places.data_ptr())

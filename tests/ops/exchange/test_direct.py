@@ -16,7 +16,6 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.exchange import direct
-from moe_core.ops.exchange.checks import require_addresses
 from moe_core.ops.exchange.direct import TOLD
 from moe_core.ops.exchange.operands import Checks, HomeTokens, TokenSizes, TokenTables, in_records
 from moe_core.ops.reduction.reduce import plan_reduce
@@ -200,15 +199,6 @@ def test_places_beyond_the_ranks_are_none(target: Target, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(found[owner]["places"], wanted)
         here = np.where((wanted >= 0) & (wanted // 3 == owner), wanted % 3, -1)
         np.testing.assert_array_equal(peers.of("ids", owner), np.concatenate([here, here]))
-
-
-@pytest.mark.parametrize("address", [0, -16, 8, True, 16.0])
-def test_addresses_of_nobody_are_refused(address: Any) -> None:
-    require_addresses([16, 32])
-    with pytest.raises(InvalidInput, match="addresses must have one entry for each rank, got none"):
-        require_addresses([])
-    with pytest.raises(InvalidInput, match=r"addresses must be addresses at multiples of 16 bytes, got .* of rank 1"):
-        require_addresses([16, address])
 
 
 def test_wrong_arguments() -> None:

@@ -34,8 +34,8 @@ class Ranks:
     def make(self, *shape: int, dtype: Any) -> tuple[list[Any], Any]:
         size = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
         found = [torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device) for _ in range(W)]
-        return [one.view(dtype).view(shape) for one in found], peer_ops.address_table(
-            [one.data_ptr() for one in found], self.device
+        return [one.view(dtype).view(shape) for one in found], torch.tensor(
+            [one.data_ptr() for one in found], device=self.device
         )
 
     def places(self, receive: int = R) -> list[peer_ops.PeerPlaces]:
@@ -198,11 +198,9 @@ def test_what_compilers_are_told() -> None:
 
 def test_wrong_arguments() -> None:
     ranks = Ranks(torch.device("cpu"))
-    places, table = ranks.places()[0], peer_ops.address_table([16, 32, 48], "cpu")
+    places, table = ranks.places()[0], torch.tensor([16, 32, 48])
     x = ranks.x[0]
     for call, error, message in (
-        (lambda: peer_ops.address_table([16, 8], "cpu"), InvalidInput, "multiples of 16 bytes, got 8 of rank 1"),
-        (lambda: peer_ops.address_table([], "cpu"), InvalidInput, "one entry for each rank, got none"),
         (lambda: peer_ops.dispatch_push(x[:, :36].contiguous(), places, table, num_rows=R), InvalidInput,
          r"rows of x must be a multiple of 16 bytes, got 72 bytes of 36 bfloat16; pad d_model to a multiple of 8"),
         (lambda: peer_ops.dispatch_push(x[:2], places, table, num_rows=R), InvalidInput, r"places.rows must be \[2,"),
