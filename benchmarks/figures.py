@@ -5,7 +5,7 @@
     python -m benchmarks.figures curves RECORD --output FILE.svg
 
 The figures of performance come from records and are drawn by matplotlib (extra `bench`); the drawings of how things
-work come from tools.drawings, logo and badges from tools.brand. With newer records, change the names below.
+work come from tools.drawings, badges from tools.brand. With newer records, change the names below.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from moe_core.parallel.traffic import Zipf
 from moe_core.parity.cli import main as parity
 from moe_core.trace import LayerRouting, RoutingTrace
 from moe_core.view.page import trace_page, view_page, write_page
-from tools import brand
 from tools.browser import Page
 
 _DOCS = Path(__file__).parents[1] / "docs"
@@ -60,7 +59,7 @@ def main() -> None:
         page.open(path, _READY)
         page.picture(_FIGURES / "view-plans.png", 900)
         pitch = (_FIGURES.parents[1] / "README.md").read_text().split("\n\n")[1]
-        path.write_text(_SOCIAL.format(logo=brand.logo(), pitch=pitch))
+        path.write_text(_SOCIAL.format(logo=(_FIGURES / "logo.svg").read_text(), pitch=pitch))
         page.open(path, "document.readyState == 'complete'", width=1200, height=630)
         page.picture(_FIGURES / "social.png")
         cases = ["--case", "mixtral", "--case", "qwen3_moe", "--dtype", "bfloat16"]
