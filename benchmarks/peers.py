@@ -327,10 +327,8 @@ def dense_forwards(
     rows = tokens * shape.top_k
     random = {"dtype": dtype, "device": device}
     x, hidden = torch.randn(rows, shape.d_model, **random), torch.randn(rows, shape.d_ff, **random)
-    first, second = (
-        torch.randn(shape.d_model, 2 * shape.d_ff, **random),
-        torch.randn(shape.d_ff, shape.d_model, **random),
-    )
+    first = torch.randn(shape.d_model, 2 * shape.d_ff, **random)
+    second = torch.randn(shape.d_ff, shape.d_model, **random)
     turned = [matrix.T.contiguous().T for matrix in (first, second)]
 
     def forward(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

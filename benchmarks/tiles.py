@@ -61,10 +61,8 @@ def products(shape: Shape, tokens: int, target: Target) -> tuple[MatmulProblem, 
     layout = LayoutSpec(tokens, shape.top_k, shape.num_experts)
     x, hidden = ArraySpec((tokens, shape.d_model), "bfloat16"), ArraySpec((layout.capacity, shape.d_ff), "bfloat16")
     gate_up, down = (ArraySpec(size, "bfloat16") for size in shape.matrices())
-    first, second = (
-        MatmulSpec(shape.weight_layout, "token", "row", shape.activation),
-        MatmulSpec(shape.weight_layout, "row", "slot"),
-    )
+    first = MatmulSpec(shape.weight_layout, "token", "row", shape.activation)
+    second = MatmulSpec(shape.weight_layout, "row", "slot")
     return (
         MatmulProblem(MatmulOperands(x, gate_up), layout, first, target),
         MatmulProblem(MatmulOperands(hidden, down), layout, second, target),

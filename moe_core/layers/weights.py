@@ -185,10 +185,8 @@ class LayerWeights:
             return kind(**fields)
 
         shared = None if spec.shared_experts is None else bundle(SharedExpert, "shared_experts.")
-        experts, router = (
-            bundle(ExpertWeights, "experts."),
-            layer_router(bundle(dict, "router."), spec.router_norm, spec.sparse_mixer),
-        )
+        experts = bundle(ExpertWeights, "experts.")
+        router = layer_router(bundle(dict, "router."), spec.router_norm, spec.sparse_mixer)
         only_layers = {name: getattr(spec, name) for name in LAYER_FIELDS}
         weights = cls(spec.moe_spec(default), experts, router, shared, **layer_parts(arrays, spec), **only_layers)
         described, stored = weights.layer_spec(), spec.stored_as(spec.storage(default))

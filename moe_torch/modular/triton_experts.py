@@ -114,10 +114,8 @@ class GroupedExperts(LoRAExpertsMixin, StandardExperts):
         if slots is not None:
             memory["slots"] = view_as(slots, M * topk, K)
         routing, weights = TopK(call.topk_ids, weights_left(call)), self.weights(call.w1, call.w2)
-        make, activation = (
-            MoESpec if torch.compiler.is_compiling() else _known_moe_spec,
-            self.activation_of(call.activation),
-        )
+        make = MoESpec if torch.compiler.is_compiling() else _known_moe_spec
+        activation = self.activation_of(call.activation)
         spec = make(activation, weight_layout=self.weight_layout, tuning=self.tuning, activations=self.activations)
         adapters = self.adapters_of(call, M, activation.gate_layout)
         operator, arguments = ops.moe_request(
@@ -136,10 +134,8 @@ class GroupedExperts(LoRAExpertsMixin, StandardExperts):
         return activation_quantization(self.quant_config)
 
     def products(self, activation: str | Activation) -> tuple[MatmulSpec, MatmulSpec]:
-        fused, tunings = (
-            self.activation_of(activation) if "activation" not in self.calls else None,
-            tunings_of(self.tuning),
-        )
+        fused = self.activation_of(activation) if "activation" not in self.calls else None
+        tunings = tunings_of(self.tuning)
         first = MatmulSpec(self.weight_layout, *self.places[0], fused, tuning=tunings[0])
         return first, MatmulSpec(self.weight_layout, *self.places[1], tuning=tunings[1])
 

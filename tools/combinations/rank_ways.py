@@ -59,10 +59,8 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     half = dataclasses.replace(case, T=count)
     with running_on("reference"), autocast(row):
         plain = run_torch.layer_of(case, given)
-        base, inputs = (
-            dataclasses.replace(replayed.base, T=case.T if shared_out else count),
-            given if shared_out else own,
-        )
+        base = dataclasses.replace(replayed.base, T=case.T if shared_out else count)
+        inputs = given if shared_out else own
         if replayed.base is not case:  # ids from the caller, not from a table
             inputs = {name: array for name, array in inputs.items() if name not in ("routing.table", "input_ids")}
             plain = run_torch.layer_of(base, inputs)

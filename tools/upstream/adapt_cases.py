@@ -236,10 +236,8 @@ def _with_adapters(device: str, name: str, slices: int) -> Answer:
     config.is_lora_enabled = True
     experts = vllm.adapt(getattr(modular, name), config)(config, layer.theirs)
     assert isinstance(experts, vllm_file("experts.lora_experts_mixin").LoRAExpertsMixin)
-    (tokens, hidden), (count, _, width) = (
-        layer.given.x.shape,
-        layer.given.w2.mT.shape[:1] + layer.given.w2.shape[1:],
-    )
+    tokens, hidden = layer.given.x.shape
+    count, _, width = layer.given.w2.mT.shape[:1] + layer.given.w2.shape[1:]
     shapes = [[(8, hidden)] * slices, [(2 * width // slices, 8)] * slices, [(8, width)], [(hidden, 8)]]
     options: dict[str, Any] = {"dtype": layer.given.x.dtype, "device": device}
     torch.manual_seed(0)

@@ -18,10 +18,8 @@ class StageBackward(Backward):
 
     def experts(self) -> None:
         case, slots, machine = self.case, self.slots, self.machine
-        expert, index = (
-            expert_of(case, self.given, "experts.", machine, case.dtype if case.weights else ""),
-            slots.expert,
-        )
+        expert = expert_of(case, self.given, "experts.", machine, case.dtype if case.weights else "")
+        index = slots.expert
         rows = self.x.map(lambda part: part[slots.token])
         gate, up = pre_activation(rows, expert, index, machine, machine.kind())
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)

@@ -381,10 +381,8 @@ def moe_backward_plan(
         stages["adapters"] = {name: arrays.get(f"saved.{name}") for name in ("virtual_start", "low1", "low2")}
     into = {name: arrays["into." + name.removeprefix("d_")] for name in options.accumulate}
     request = Request(frozenset(wanted), into, dict(zip(wanted, places, strict=False)), options.wide, by_slot)
-    operands, gradients = (
-        MoEOperands(arrays["x"], experts, routing, *masks, shared, lora),
-        bundle_of(OutputGradients, arrays, "gradients."),
-    )
+    operands = MoEOperands(arrays["x"], experts, routing, *masks, shared, lora)
+    gradients = bundle_of(OutputGradients, arrays, "gradients.")
     results = MoEBackward(gradients, operands, spec, stages, request).run()
     if options.one_layer and experts.layer_index is not None:
         rank = len(experts.down.shape)
