@@ -13,10 +13,7 @@ from moe_core.errors import InvalidInput, Unsupported
 
 #: Those of the flags of `make`.
 FLAGGED_SCHEMES = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", "mxfp4_w4a4")
-SCHEMES = (
-    *FLAGGED_SCHEMES,
-    *("mxfp4_w4a16", "fp8_w8a16", "mxfp8", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4_w4a16"),
-)
+SCHEMES = (*FLAGGED_SCHEMES, "mxfp4_w4a16", "fp8_w8a16", "mxfp8", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4_w4a16")
 #: Published schemes with other numbers than those of any product here.
 REFUSED_SCHEMES = {
     "nvfp4_w4a4": "no quantiser here rounds the scales of activations to e4m3; nvfp4_w4a16 has the same weights",

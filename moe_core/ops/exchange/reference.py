@@ -19,13 +19,7 @@ _INT32_MOST = 2**31 - 1
 
 
 def peer_places(
-    ids: np.ndarray,
-    group_start: np.ndarray,
-    row_of_slot: np.ndarray,
-    counts: np.ndarray,
-    *,
-    rank: int,
-    receive: int,
+    ids: np.ndarray, group_start: np.ndarray, row_of_slot: np.ndarray, counts: np.ndarray, *, rank: int, receive: int
 ) -> tuple[np.ndarray, ...]:
     num_ranks = len(counts)
     sent = np.maximum(counts.astype(np.int64), 0).reshape(num_ranks, num_ranks, -1)  # [home, owner, expert]
@@ -166,13 +160,7 @@ def pull_weights(owners: np.ndarray, rows: np.ndarray, weights_at: np.ndarray, *
 
 
 def push_tokens_once(
-    arrays: Mapping[str, np.ndarray],
-    *,
-    rank: int,
-    per_rank: int,
-    num_experts: int,
-    most: int,
-    visits: bool,
+    arrays: Mapping[str, np.ndarray], *, rank: int, per_rank: int, num_experts: int, most: int, visits: bool
 ) -> tuple[np.ndarray, ...]:
     x, ids, weights, token_mask, places_of_experts, given_places = record_of(HomeTokens, {"x": None, **arrays})
     ids_at, weights_at, headers_at, rows_at = record_of(TokenTables, arrays)

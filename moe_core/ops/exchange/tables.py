@@ -162,13 +162,7 @@ _ALONE = 4
 
 @keep_plans
 def plan_receive_tables(
-    operands: ReceiveOperands,
-    spec: TableSpec,
-    rank: int,
-    top_k: int,
-    num_rows: int,
-    num_tokens: int,
-    target: Target,
+    operands: ReceiveOperands, spec: TableSpec, rank: int, top_k: int, num_rows: int, num_tokens: int, target: Target
 ) -> LaunchPlan:
     """Find the slots for this rank's experts among the rows that arrive.
 

@@ -54,12 +54,7 @@ def _gradient_shape(name: str, operands: MoEOperands, one_layer: bool) -> tuple[
     return array.shape[1:] if one_layer and stacked else array.shape
 
 
-def _validate(
-    gradients: OutputGradients,
-    operands: MoEOperands,
-    forward: LaunchPlan,
-    options: BackwardOptions,
-) -> None:
+def _validate(gradients: OutputGradients, operands: MoEOperands, forward: LaunchPlan, options: BackwardOptions) -> None:
     wanted, accumulate = options.wanted, options.accumulate
     require_wanted(wanted, gradient_names(operands))
     if options.one_layer and accumulate:
@@ -106,12 +101,7 @@ def _forward(operands: MoEOperands, spec: MoESpec, target: Target) -> LaunchPlan
 
 @keep_plans
 def plan_moe_backward(
-    gradients: OutputGradients,
-    operands: MoEOperands,
-    spec: MoESpec,
-    target: Target,
-    *,
-    options: BackwardOptions,
+    gradients: OutputGradients, operands: MoEOperands, spec: MoESpec, target: Target, *, options: BackwardOptions
 ) -> LaunchPlan:
     """One plan for the whole backward of `plan_moe`. Equations and rounding points: docs/user/training.md.
 

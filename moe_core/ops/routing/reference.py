@@ -83,11 +83,7 @@ def shares_of(values: np.ndarray, epsilon: float = 0.0) -> np.ndarray:
 
 
 def _selected(
-    logits: np.ndarray,
-    scored: np.ndarray,
-    scores: np.ndarray,
-    correction_bias: np.ndarray | None,
-    spec: RouterSpec,
+    logits: np.ndarray, scored: np.ndarray, scores: np.ndarray, correction_bias: np.ndarray | None, spec: RouterSpec
 ) -> np.ndarray:
     """ids int64 `[T, K]`, best first. scored: `bounded` logits; a cap may make different logits equal."""
     pairs = correction_bias is not None if spec.group_score is None else spec.group_score == "pair"

@@ -58,13 +58,7 @@ def plan_candidates(
 
 @keep_plans
 def plan_keep_candidates(
-    candidates: ArraySpec,
-    top_k: int,
-    num_experts: int,
-    rounding: TokenRounding,
-    target: Target,
-    *,
-    masked: bool = True,
+    candidates: ArraySpec, top_k: int, num_experts: int, rounding: TokenRounding, target: Target, *, masked: bool = True
 ) -> LaunchPlan:
     """ids int32 and weights fp32 `[T, W]` of the candidates int32 `[T, W]` that their experts keep, else -1 and 0.
 
