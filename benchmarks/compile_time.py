@@ -11,7 +11,6 @@ are compiled for sm_90. Nothing else should run on the machine.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import multiprocessing
 import os
@@ -19,11 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
-from benchmarks.record import write_record
+from benchmarks.record import command, write_record
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
@@ -113,12 +111,8 @@ def show(found: dict[str, Any], processes: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="default: %(default)s")
-    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
+    parser = command(__doc__, shapes=SHAPES, tokens=TOKENS, processes=min(8, os.cpu_count() or 1))
     parser.add_argument("--keep", action="store_true", help="compile into Triton's own cache, not into an empty one")
-    parser.add_argument("--output", type=Path, help="write the record here, too")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.shapes.split(",") if name not in SHAPES]
     if unknown:

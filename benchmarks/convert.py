@@ -9,7 +9,6 @@ cache, and written, to the disk. CPU time is of all threads.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.loading import machine, write_layer, write_random
 from benchmarks.provenance import provenance
-from benchmarks.record import table, write_record
+from benchmarks.record import command, table, write_record
 from moe_core.base.files import whole_file
 from moe_core.checkpoint import convert_checkpoint
 from moe_core.formats import format_named
@@ -43,12 +42,7 @@ class Took(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
-    parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(TARGETS)}")
-    parser.add_argument("--experts", type=int, default=32, help="of a layer (default: 32)")
-    parser.add_argument("--widths", default="2048,768,2880", help="d_model and d_ff of Qwen3's layer, and of gpt-oss's")
-    parser.add_argument("--rounds", type=int, default=3, help="medians are of these (default: 3)")
-    parser.add_argument("--output", type=Path, help="write a record here")
+    parser = command(__doc__, targets=TARGETS, experts=32, widths="2048,768,2880", rounds=3)
     options = parser.parse_args(arguments)
     load, (d_model, d_ff, width) = os.getloadavg()[0], map(int, options.widths.split(","))
     rows = []

@@ -12,12 +12,10 @@ implementations round alike, and torch's with JAX's bitwise in its dtype. `--out
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +32,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import moe_jax.nnx
 import moe_torch
 from benchmarks.provenance import provenance
-from benchmarks.record import write_record
+from benchmarks.record import command, write_record
 from moe_core.base.threads import blas_kernels
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import RouterSpec
@@ -227,16 +225,10 @@ _PEERS = {"torch": ("grouped_mm",), "jax": ("ragged_dot", "einsum")}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default="64,512,2048")
-    parser.add_argument("--loads", default="idle,loaded")
-    parser.add_argument("--dtypes", default="float32")
-    parser.add_argument("--packages", default="torch,jax", help="frameworks to measure, ours and their own")
+    texts = {"tokens": "64,512,2048", "loads": "idle,loaded", "dtypes": "float32", "packages": "torch,jax"}
+    parser = command(__doc__, shapes=SHAPES, **texts, seconds=2.0)
     parser.add_argument("--clock", default="wall", choices=_CLOCKS)
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per contestant and cell")
-    parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

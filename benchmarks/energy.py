@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from benchmarks.draws import SEED
 from benchmarks.peers import PEERS, check_peer, why_not_importable
 from benchmarks.problem import checked_tokens, draw_problem, expected, relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table, write_record
+from benchmarks.record import command, reason_of, table, write_record
 from benchmarks.shapes import ALL_SHAPES, Shape
 from benchmarks.sustained import Meter, sustained
 from benchmarks.timing import GraphTimer, free_memory
@@ -128,13 +127,7 @@ def run_cell(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 where ours has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cells", default=CELLS, help="SHAPE:forward:TOKENS or SHAPE:step:TOKENS (default: %(default)s)"
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    parser = command(__doc__, cells=CELLS, seconds=2.0, seed=SEED)
     options = parser.parse_args(arguments)
     cells = parse_cells(parser, options.cells)
     timer, meter = GraphTimer(), Meter()

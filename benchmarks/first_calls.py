@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import provenance
-from benchmarks.record import write_record
+from benchmarks.record import command, write_record
 
 NUM_EXPERTS, TOP_K, D, F = 8, 2, 256, 128
 ROWS = ("torch moe", "torch prepare_moe", "torch layer", "jax moe", "jax jit(moe)", "jax jit(layer)")
@@ -102,11 +101,8 @@ def _measure(row: str, tokens: int, turns: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser = command(__doc__, turns=200, tokens=16)
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=pathlib.Path, help="the record's file")
     options = parser.parse_args()
     if options.row:
         print(json.dumps(_measure(options.row, options.tokens, options.turns)))

@@ -10,7 +10,6 @@ calls of jitted functions, whose device time a chain of calls gives (`chain`, fo
 from __future__ import annotations
 
 import argparse
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ import moe_jax
 import moe_torch
 from benchmarks.options import numbers_of_tokens
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table, write_record
+from benchmarks.record import command, reason_of, table, write_record
 from benchmarks.timing import EagerTimer, GraphTimer, medians, paired_ratio
 
 #: Relative Frobenius error between both contestants: bf16 roundings.
@@ -152,13 +151,9 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", default="64,512,4096")
-    parser.add_argument("--experts", default="8,128")
-    parser.add_argument("--shape", default="2048,768", help="D,N")
+    parser = command(__doc__, rows="64,512,4096", experts="8,128", shape="2048,768")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args(arguments)
     for name in ("rows", "experts", "shape"):
         setattr(options, name, numbers_of_tokens(parser, getattr(options, name), f"--{name}"))

@@ -11,7 +11,6 @@ turns and results are kept, so that every call meets new addresses). `xla_add`: 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 import moe_jax
 from benchmarks.provenance import provenance
+from benchmarks.record import command, write_record
 from moe_jax.bridge import ffi
 
 WARM_UP = 20
@@ -93,9 +93,7 @@ def measure(function: Callable[[jax.Array], jax.Array], x: jax.Array, buffers: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--length", type=int, default=50, help="ops in the chains of one-kernel ops")
+    parser = command(__doc__, runs=200, length=50)
     options = parser.parse_args()
     results = {}
     for name, (length, function, x) in chains(options.length).items():
@@ -104,6 +102,7 @@ def main() -> None:
             results[f"{name}/{buffers}"] = {key: round(value / length, 3) for key, value in figures.items()}
     record = {"provenance": provenance("benchmarks.jax_host_time"), "per_op": results}
     print(json.dumps(record, indent=1))
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ and two axes, with a batch that they split. Results must agree, or the exit stat
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import statistics
 import sys
 import time
@@ -24,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.provenance import provenance
-from benchmarks.record import table, write_record
+from benchmarks.record import command, table, write_record
 from moe_jax import layers
 from moe_jax.bridge.ffi import callback_count
 from moe_jax.parallel import ExchangeSpec, ExpertAxis
@@ -178,11 +176,9 @@ PARTS = {"vmap": vmap, "mesh": mesh, "split": split}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, calls=10)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="vmap, mesh, split")
-    parser.add_argument("--calls", type=int, default=10, help="calls of a round")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--output", type=pathlib.Path, help="the record's file")
     options = parser.parse_args()
     sizes, rows = TINY if options.tiny else SIZES, []
     for part in options.parts:

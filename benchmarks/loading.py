@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import provenance
-from benchmarks.record import table, write_record
+from benchmarks.record import command, table, write_record
 
 #: What a peak may be, over the bytes of the weights.
 ALLOWED = 1.2
@@ -43,11 +43,7 @@ _GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__)
-    parser.add_argument("--storages", default=",".join(STORAGES), help="of bf16, mxfp4")
-    parser.add_argument("--experts", type=int, default=128, help="of the layer (default: 128)")
-    parser.add_argument("--width", type=int, default=_WIDTH, help=f"of tokens and experts (default: {_WIDTH})")
-    parser.add_argument("--output", type=Path, help="write a record here")
+    parser = command(__doc__, storages=STORAGES, experts=128, width=_WIDTH)
     parser.add_argument("--measure", nargs=2, metavar=("FRONT_END", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
@@ -58,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as directory:
             write_layer(Path(directory), storage, options.experts, options.width)
             for front_end in FRONT_ENDS:
-                command = [sys.executable, "-m", "benchmarks.loading", "--measure", front_end, directory]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                words = [sys.executable, "-m", "benchmarks.loading", "--measure", front_end, directory]
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
                 rows.append({"storage": storage, "front_end": front_end, **json.loads(done.stdout)})
     print(table(rows, _COLUMNS))
     if options.output:

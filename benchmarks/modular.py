@@ -9,10 +9,8 @@ does not move.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch
 import moe_torch
 from benchmarks.draws import SEED
 from benchmarks.provenance import provenance
-from benchmarks.record import table, write_record
+from benchmarks.record import command, table, write_record
 from benchmarks.shapes import SHAPES, TOKENS, Shape
 from benchmarks.timing import GraphTimer, medians, paired_ratio
 from benchmarks.weights import draw_weights
@@ -71,9 +69,7 @@ def measure(shape: Shape, weights: ExpertWeights, tokens: int, timer: Any) -> di
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write the record here")
+    parser = command(__doc__, tokens=TOKENS)
     options = parser.parse_args(arguments)
     shape = SHAPES["qwen3"]
     weights = draw_weights(shape, torch.Generator("cuda").manual_seed(SEED))

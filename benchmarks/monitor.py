@@ -10,16 +10,14 @@ disturb less.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write_record
+from benchmarks.record import command, write_record
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import RouterSpec
 
@@ -142,13 +140,8 @@ def measure(block: Block, repeats: int, inside: Inside) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both frameworks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("d-model", 256), ("d-ff", 256), ("experts", 16), ("top-k", 4), ("layers", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("tokens", 1024), ("every", 10), ("repeats", 7)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--frameworks", default="torch,jax")
-    parser.add_argument("--output", type=Path)
+    sizes = {"d_model": 256, "d_ff": 256, "experts": 16, "top_k": 4, "layers": 4, "tokens": 1024}
+    parser = command(__doc__, **sizes, every=10, repeats=7, frameworks="torch,jax")
     options = parser.parse_args(arguments)
     spec = MoELayerSpec(options.d_model, options.d_ff, options.experts, options.top_k, RouterSpec(renormalize=True))
     results: dict[str, Any] = {}

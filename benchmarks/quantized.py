@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -50,7 +49,7 @@ from benchmarks.quantized_problem import (
     stored_bytes,
     with_static_scales,
 )
-from benchmarks.record import STREAMING_BYTES_PER_US, reasons, table, write_record
+from benchmarks.record import STREAMING_BYTES_PER_US, command, reasons, table, write_record
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import GraphTimer, KernelSpan, free_memory
 from moe_core.formats import why_not_tileable
@@ -274,16 +273,11 @@ def describe(row: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; exits with a message where it makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=CELLS, help="of shape:scheme (default: %(default)s)")
-    parser.add_argument("--tokens", default=TOKENS, help="numbers of tokens, in this order (default: %(default)s)")
-    parser.add_argument("--peers", default=NAME, help=f"{NAME} (default), or `none`")
+    parser = command(__doc__, cells=CELLS, tokens=TOKENS, peers=NAME, cell_seconds=20.0)
     parser.add_argument("--peer-tokens", help="time the peer at these numbers of tokens only (default: at all)")
-    parser.add_argument("--cell-seconds", type=float, default=20.0, help="time per cell (default: %(default)s)")
     parser.add_argument("--published", action="store_true", help="leave weights in their published layout")
     scales = ("bfloat16", "float16", "float32")
     parser.add_argument("--scales", choices=scales, default=scales[0], help="of grouped integers (default: bfloat16)")
-    parser.add_argument("--output", type=Path, help="write the record here")
     found = parser.parse_args(arguments)
     cells = []
     for text in found.cells.split(","):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,6 +43,24 @@ GRAPH_TIMED = (
     "triton_kernels", "triton_kernels_turned", "grouped_mm", "grouped_mm_compiled", "transformers", "sonicmoe",
     "flashinfer", "deepgemm",
 )  # fmt: skip
+#: What options mean that several commands have.
+_MEANINGS = {
+    "cells": "what is measured", "cell_seconds": "replays of a cell", "experts": "of a layer", "layers": "with weights",
+    "length": "of a sequence, or ops of a chain", "limit": "seconds of one way", "mode": "nearest, up or down",
+    "peers": "or `none`", "seconds": "of calls by turns", "tokens": "numbers of them", "width": "of tokens and experts",
+    "widths": "d_model and d_ff of Qwen3's layer, and of gpt-oss's",
+}  # fmt: skip
+
+
+def command(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `--output` and an option for each default; several of one are text with commas between them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        value = default if isinstance(default, str | float | int) else ",".join(map(str, default))
+        text = f"{_MEANINGS.get(name, '')} (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text)
+    parser.add_argument("--output", type=Path, help="write the record here")
+    return parser
 
 
 def read_vllm_figures() -> dict[str, Any]:

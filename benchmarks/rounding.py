@@ -11,12 +11,10 @@ and without a limit of rows, else the cell is refused.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch
 import moe_torch
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.provenance import provenance
+from benchmarks.record import command
 from benchmarks.shapes import ALL_SHAPES
 from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio, peak_bytes
 from benchmarks.training_problem import TrainingProblem, arguments, draw_parameters, draw_training_problem, torch_step
@@ -114,14 +113,8 @@ def measure(problem: TrainingProblem, rounding: TokenRounding, row: dict[str, An
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(_SHAPES), help="(default: %(default)s)")
-    parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)), help="(default: %(default)s)")
-    parser.add_argument("--tile", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--mode", default="nearest", help="nearest, up or down (default: %(default)s)")
+    parser = command(__doc__, shapes=_SHAPES, tokens=_TOKENS, tile=128, mode="nearest", seconds=2.0)
     parser.add_argument("--candidates", type=int, help="of each token (default: twice top_k)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a cell's replays (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write the lines here, too, after every cell")
     found = parser.parse_args(given)
     shapes = chosen_names(parser, "--shapes", found.shapes, list(ALL_SHAPES))
     rounding = TokenRounding(found.tile, found.mode, found.candidates)

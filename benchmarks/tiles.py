@@ -10,13 +10,11 @@ so that the chip's clock is the same for all. `moebius-tune` times products alon
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.problem import Problem, draw_problem
 from benchmarks.provenance import provenance
-from benchmarks.record import table, write_record
+from benchmarks.record import command, table, write_record
 from benchmarks.shapes import ALL_SHAPES, SHAPES, Shape
 from benchmarks.timing import GraphTimer, free_memory, medians, paired_ratio
 from benchmarks.weights import draw_weights
@@ -137,11 +135,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(ALL_SHAPES)} (default: %(default)s)")
-    parser.add_argument("--tokens", default="1024,4096,16384", help="numbers of tokens (default: %(default)s)")
-    parser.add_argument("--cell-seconds", type=float, default=2.0, help="replays of a cell (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    parser = command(__doc__, shapes=SHAPES, tokens="1024,4096,16384", cell_seconds=2.0)
     options = parser.parse_args(arguments)
     shapes = [ALL_SHAPES[name] for name in chosen_names(parser, "--shapes", options.shapes, list(ALL_SHAPES))]
     tokens, timer, target = numbers_of_tokens(parser, options.tokens), GraphTimer(), target_of(("cuda", 0))

@@ -16,14 +16,12 @@ allocator is another.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ import torch
 import moe_torch
 from benchmarks.no_driver import no_driver
 from benchmarks.provenance import provenance
+from benchmarks.record import command, write_record
 from moe_core.layers import HUGGING_FACE
 from moe_torch.bridge import eager
 from moe_torch.operators.requests import moe_request
@@ -117,18 +116,14 @@ def run(turns: int, device: str, wait: Callable[[], None], *, idle: bool = False
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--turns", type=int, default=100)
+    parser = command(__doc__, turns=100)
     parser.add_argument("--driver", choices=("cuda", "none"), default="cuda")
-    parser.add_argument("--output", type=Path, help="write the record here, too")
     options = parser.parse_args()
     idle = options.driver == "none"
     device, wait = ("cpu", lambda: None) if idle else ("cuda", torch.cuda.synchronize)
-    text = json.dumps(run(options.turns, device, wait, idle=idle), indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text + "\n")
+    record = run(options.turns, device, wait, idle=idle)
+    print(json.dumps(record, indent=1))
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 # XLA keeps what it once took: what it may take must leave room for torch's weights, their gradients and the peers'.
@@ -35,7 +34,7 @@ from benchmarks.libraries.recorded import add_recorded, read_recorded
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.peers import ParityIsRed, beside_dense, why_not_timed
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, reasons, table, write_record
+from benchmarks.record import command, reason_of, reasons, table, write_record
 from benchmarks.shapes import ALL_SHAPES
 from benchmarks.timing import GraphTimer, free_memory
 from benchmarks.training_peers import TRAINING_PEERS, TrainingPeer, dense_step, sample, time_training_peer
@@ -64,19 +63,9 @@ _PEER_SECONDS = 0.5
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", default=",".join(_SHAPES), help=f"of {', '.join(ALL_SHAPES)} (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)), help="(default: %(default)s)")
-    parser.add_argument(
-        "--peers", default=",".join(TRAINING_PEERS), help=f"of {', '.join(TRAINING_PEERS)}; `none` for none"
-    )
+    parser = command(__doc__, shapes=_SHAPES, tokens=_TOKENS, peers=TRAINING_PEERS, cell_seconds=30.0, seed=SEED)
     parser.add_argument("--everywhere", action="store_true", help="time costly peers at every number of tokens")
-    parser.add_argument("--cell-seconds", type=float, default=30.0, help="time per cell (default: %(default)s)")
     parser.add_argument("--breakdown", action="store_true", help="device time by kernel")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
     found = parser.parse_args(arguments)
     if not found.cell_seconds > 0:
         parser.error(f"--cell-seconds must be positive, got {found.cell_seconds}")

@@ -44,26 +44,14 @@ from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import Activation, RouterSpec
 
-D, F, E, K = 256, 128, 16, 4
+SIZES = D, *_ = 256, 128, 16, 4
+_GROUPED = RouterSpec(scoring="sigmoid", num_groups=4, topk_group=2, renormalize=True, scale=2.5)
+_MXFP4 = ExpertsSpec(Activation("swiglu_oai"), bias=True, scheme=scheme_named("mxfp4_w4a16"))
+_SHARED = SharedExpertsSpec(d_ff=64, gate=True)
 SPECS = {
-    "plain": MoELayerSpec(D, F, E, K, RouterSpec(renormalize=True)),
-    "grouped": MoELayerSpec(
-        D,
-        F,
-        E,
-        K,
-        RouterSpec(scoring="sigmoid", num_groups=4, topk_group=2, renormalize=True, scale=2.5),
-        shared_experts=SharedExpertsSpec(d_ff=64, gate=True),
-        correction_bias=True,
-    ),
-    "mxfp4": MoELayerSpec(
-        D,
-        F,
-        E,
-        K,
-        RouterSpec(order="topk_then_softmax"),
-        ExpertsSpec(Activation("swiglu_oai"), bias=True, scheme=scheme_named("mxfp4_w4a16")),
-    ),
+    "plain": MoELayerSpec(*SIZES, RouterSpec(renormalize=True)),
+    "grouped": MoELayerSpec(*SIZES, _GROUPED, shared_experts=_SHARED, correction_bias=True),
+    "mxfp4": MoELayerSpec(*SIZES, RouterSpec(order="topk_then_softmax"), _MXFP4),
 }
 #: Tokens of a call: few, many, and numbers that fit no tile.
 TOKENS = (0, 1, 2, 3, 7, 16, 33, 64, 100, 129, 256, 391, 512, 777, 1024)

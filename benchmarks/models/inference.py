@@ -13,7 +13,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from benchmarks.models.blocks import MODELS, Blocks, Model
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.problem import relative_error
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table, write_record
+from benchmarks.record import command, reason_of, table, write_record
 from benchmarks.timing import EagerTimer, GraphTimer, free_memory, medians, paired_ratio, paired_spread
 
 SCHEMA = 1
@@ -42,15 +41,8 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--tokens", default="4096,1,64", help="of a call (default: %(default)s)")
-    known = ",".join(IMPLEMENTATIONS)
-    parser.add_argument("--implementations", default=known, help="of %(default)s (default: all)")
-    parser.add_argument("--layers", type=int, default=4, help="with weights of their own (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of calls by turns (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    names = {"models": MODELS, "implementations": IMPLEMENTATIONS}
+    parser = command(__doc__, **names, tokens="4096,1,64", layers=4, seconds=1.0, seed=SEED)
     found = parser.parse_args(arguments)
     implementations = chosen_names(parser, "--implementations", found.implementations, IMPLEMENTATIONS)
     if "moebius" not in implementations:

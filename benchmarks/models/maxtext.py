@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.jax_layers import median_us
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table, write_record
+from benchmarks.record import command, reason_of, table, write_record
 
 #: Way -> options of its MaxText config.
 WAYS: dict[str, dict[str, Any]] = {
@@ -140,12 +140,10 @@ def compare(rows: list[dict[str, Any]], folder: pathlib.Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, limit=120)
     parser.add_argument("--package", type=pathlib.Path, required=True, help="the folder `maxtext` of its wheel's files")
     parser.add_argument("--tokens", type=lambda text: [*map(int, text.split(","))], default=[1024, 4096])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
-    parser.add_argument("--limit", type=int, default=120, help="seconds of one way")
-    parser.add_argument("--output", type=pathlib.Path, help="the record's file")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)

@@ -14,7 +14,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from benchmarks.draws import SEED
 from benchmarks.models.blocks import default_dtype
 from benchmarks.options import chosen_names
 from benchmarks.provenance import provenance
-from benchmarks.record import reason_of, table, write_record
+from benchmarks.record import command, reason_of, table, write_record
 from benchmarks.timing import EagerTimer, medians, paired_ratio, paired_spread
 
 SCHEMA = 1
@@ -54,14 +53,8 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options from the command line; exits with a message that names the fix where they make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="of 48 (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence (default: %(default)s)")
-    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="of %(default)s (default: both)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of steps by turns (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--output", type=Path, help="write the record here")
+    sizes = {"layers": 4, "tokens": 8192, "length": 4096}
+    parser = command(__doc__, **sizes, implementations=IMPLEMENTATIONS, seconds=6.0, seed=SEED)
     found = parser.parse_args(arguments)
     if found.layers < 1 or found.length < 1 or found.tokens < 1 or found.tokens % found.length:
         parser.error(f"--tokens must be a multiple of --length, got {found.tokens} and {found.length}")
