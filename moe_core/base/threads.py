@@ -108,9 +108,7 @@ def why_blas_is_free() -> str | None:
 @functools.cache
 def _blas() -> tuple[Callable[[], int], Callable[[int], Any]]:
     """The functions that read and set the number of threads of NumPy's BLAS, or _UNKNOWN (Apple's Accelerate).
-
-    threadpoolctl finds them too, but from version 3.8 on for one thread of a process only.
-    """
+    threadpoolctl finds them too, but from version 3.8 on for one thread of a process only."""
     with contextlib.suppress(OSError, AttributeError):
         library = _blas_library()
         for read, write in _CONTROLS:
@@ -279,10 +277,8 @@ _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]
 
 
 class _Helper(threading.Thread):
-    """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out.
-
-    Its lock is three times as fast as an executor's queue and futures.
-    """
+    """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out. Its lock is three
+    times as fast as an executor's queue and futures."""
 
     def __init__(self) -> None:
         super().__init__(name="moebius", daemon=True)

@@ -209,10 +209,8 @@ def read_input_scales(layout: Layout, reader: StackReader, index: TensorIndex, a
 def _quantized_architecture(
     architecture: Architecture, stacks: Mapping[str, Stack], kept: Mapping[str, Packing]
 ) -> tuple[Architecture, bool, bool]:
-    """(the architecture with the layouts of its quantised weights, gate and up apart?, shared experts plain?).
-
-    All are `out_in`. gate_layout is `separate` if a group of the format would hold rows of gate and up.
-    """
+    """(the architecture with the layouts of its quantised weights, gate and up apart?, shared experts plain?). All are
+    `out_in`. gate_layout is `separate` if a group of the format would hold rows of gate and up."""
     spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
     gate_ups = {name: stack for name, stack in stacks.items() if name.endswith(".gate_up")}
     divided = {name: stack for name, stack in gate_ups.items() if _is_divided(stack)}

@@ -287,10 +287,8 @@ def _mlp_stacks(
     turned: bool = False,
     place: tuple[int, ...] = (),
 ) -> dict[str, Stack]:
-    """One MLP, or a stack of `lead`: gate_up (gate first) from one tensor or two, and down.
-
-    names: see `Naming.shared`. turned: files hold the transposes. place: the MLP's position in the stack of experts.
-    """
+    """One MLP, or a stack of `lead`: gate_up (gate first) from one tensor or two, and down. names: see `Naming.shared`.
+    turned: files hold the transposes. place: the MLP's position in the stack of experts."""
     step = -1 if architecture.spec.weight_layout == "in_out" else 1
     *halves, down = names
     rows = architecture.spec.activation.input_width(d_ff)

@@ -244,11 +244,9 @@ class HostTensorMap:
 
 
 class _ParameterBlocks:
-    """One thread's launch data: an address array and, per step, the arguments of its driver call.
-
-    addresses: of inputs, outputs and scratch buffers, where parameter lists point. Scratch addresses and the stream
-    stay written between calls, since they mostly repeat.
-    """
+    """One thread's launch data: an address array and, per step, the arguments of its driver call. addresses: of inputs,
+    outputs and scratch buffers, where parameter lists point. Scratch addresses and the stream stay written between
+    calls, since they mostly repeat."""
 
     def __init__(
         self, plan: LaunchPlan, steps: Sequence[KernelLaunch], kernels: Sequence[Any], index: Mapping[str, int]

@@ -56,10 +56,8 @@ def encode(*values: Any) -> str:
 
 
 def _flatten(value: Any) -> Any:
-    """Return nested tuples of constants for Dynamo: `RouterSpec(2)` -> `("RouterSpec", 2, "softmax", ...)`.
-
-    Dynamo would make a changed int or float symbolic. `operator.index` and `float.hex` make it a guarded constant.
-    """
+    """Return nested tuples of constants for Dynamo: `RouterSpec(2)` -> `("RouterSpec", 2, "softmax", ...)`. Dynamo
+    would make a changed int or float symbolic. `operator.index` and `float.hex` make it a guarded constant."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

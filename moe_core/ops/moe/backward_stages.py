@@ -31,10 +31,8 @@ from moe_core.specs.operands import MatmulOperands, RouterWeights, SharedExpert,
 @dataclass
 class _Chain:
     """Two products and the activation between them, of the experts, or (layout None) the shared expert. lora: the
-    experts' adapters.
-
-    weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: see `BackwardOptions`.
-    """
+    experts' adapters. weighted_input: x is multiplied with the router's weight before matmul 1. overwrites: see
+    `BackwardOptions`."""
 
     builder: PlanBuilder
     x: ArraySpec

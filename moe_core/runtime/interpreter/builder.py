@@ -58,11 +58,8 @@ def _round_to_tf32(data: np.ndarray) -> np.ndarray:
 
 
 def _fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x * y + z of float32 with one rounding.
-
-    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, "Emulation of FMA and
-    correctly rounded sums", 2008), so that only the rounding to float32 counts.
-    """
+    """x * y + z of float32 with one rounding. The product is exact in float64. The sum is rounded to odd there (Boldo
+    and Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that only the rounding to float32 counts."""
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + addend
     part = total - product
