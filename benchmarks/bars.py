@@ -1,7 +1,7 @@
 """Bars out of records: how much longer each peer takes than Moebius, and what a training step keeps per token.
 
-    python -m benchmarks.figures bars benchmarks/results/forward-turns-dsv3-h200.json \\
-        benchmarks/results/forward-peers-h200.json benchmarks/results/training-h200.json --output docs/figures/
+    python -m benchmarks.figures bars benchmarks/results/forward-h200.json \\
+        benchmarks/results/training-h200.json --output docs/figures/
 
 `speedup.svg` has a mark for every cell of a peer, that is a shape and a number of tokens, and a bar to their geometric
 mean; both times of a cell are of one run and one clock. `kept-bytes.svg` has a pair of bars for every shape.
@@ -171,11 +171,11 @@ def draw_kept(records: Sequence[dict[str, Any]], source: str) -> Any:
     return theme.finish(figure, message, ["KiB per token from forward to backward, x included.", source])
 
 
-def plot(paths: Sequence[Path], output: Path, kind: str = "svg", kept_in: Sequence[Path] = ()) -> list[Path]:
-    """Write both figures of some records, the second also of those of `kept_in`, into a folder; returns the files."""
-    records, others = ([json.loads(path.read_text()) for path in some] for some in (paths, kept_in))
+def plot(paths: Sequence[Path], output: Path, kind: str = "svg") -> list[Path]:
+    """Write both figures of some records into a folder; returns the files."""
+    records = [json.loads(path.read_text()) for path in paths]
     output.mkdir(parents=True, exist_ok=True)
-    kept = [record for record in [*others, *records] if any("kept_bytes_per_token" in row for row in record["rows"])]
+    kept = [record for record in records if any("kept_bytes_per_token" in row for row in record["rows"])]
     written = []
     with theme.drawing(kind):
         figures = {"speedup": draw_speedups(records, source_line(records))}

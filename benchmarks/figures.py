@@ -21,11 +21,9 @@ from tools import brand, drawings
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 #: Lines against tokens, and bars: the records that they show.
-LINES = ("forward-peers-h200.json",)
+LINES = ("forward-h200.json",)
 #: Forwards are of one run, and so are steps.
-BARS = ("forward-peers-h200.json", "training-h200.json")
-#: Later steps: what they keep is counted, not timed.
-KEPT = tuple(f"training-{name}-h200.json" for name in ("gptoss120b", "qwen3-silu", "mixtral", "glm45air-olmoe"))
+BARS = ("forward-h200.json", "training-h200.json")
 #: Figure -> the record of its loss curves.
 CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in ("h200", "cpu")}
 #: Of a watched training.
@@ -38,8 +36,7 @@ PARALLEL = tuple(f"parallel-{name}4-h200.json" for name in ("", "peer-", "shapes
 def draw(output: Path) -> list[Path]:
     """Write every figure into a folder; returns the files."""
     written = plot.plot([RESULTS / name for name in LINES], output)
-    bar_records, later = ([RESULTS / name for name in names] for names in (BARS, KEPT))
-    written += bars.plot(bar_records, output, kept_in=later)
+    written += bars.plot([RESULTS / name for name in BARS], output)
     written += [curves.plot(RESULTS / record, output / figure) for figure, record in CURVES.items()]
     written.append(monitored.plot(RESULTS / MONITORED, output / "monitor.svg"))
     machines, layers = ([RESULTS / name for name in names] for names in (MACHINES, PARALLEL))

@@ -1,6 +1,6 @@
 """Plots of records of benchmarks.forward: time, and fraction of the bound, against the number of tokens.
 
-    python -m benchmarks.figures plot benchmarks/results/forward-peers-h200.json --output docs/figures/
+    python -m benchmarks.figures plot benchmarks/results/forward-h200.json --output docs/figures/
 
 One file per routing and quantity (`time-balanced.svg`, `fraction-balanced.svg`), a panel per shape, and a roofline
 (`roofline-balanced.svg`): FLOPs per second against FLOPs per byte of weights, all shapes together. Records may hold

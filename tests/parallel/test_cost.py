@@ -26,7 +26,7 @@ LAYERS = {
     "mixtral": MoELayerSpec(4096, 14336, 8, 2),
     "dsv3": MoELayerSpec(7168, 2048, 256, 8),
 }
-#: (model, T): measured us of T tokens on one H200 (benchmarks/results/forward-many-h200.json)
+#: (model, T): measured us of T tokens on one H200 (2026-11-23)
 #: and of a quarter of what 4 T tokens take; then as docs/developer/parallel.md has them: us of the exchange, and
 #: percent: efficiency; to hide for 85 %; and the efficiency of plain all-to-all of slots by NCCL.
 TABLE: dict[tuple[str, int], tuple[tuple[float, float], tuple[float, ...]]] = {
