@@ -201,8 +201,8 @@ def test_scan_over_stacked_layers(engine: str) -> None:
         (x, _, routing), spec = to_jax(small_layer()[:3]), small_layer().spec
         stacked = stacked_weights()
 
-        def scanned(x: jax.Array, stacked: moe_jax.ExpertWeights, routing: RouterWeights) -> jax.Array:
-            return (run_stack(x, stacked, routing, spec) ** 2).sum()
+        def scanned(x: jax.Array, stacked: Any, routing: RouterWeights, recompute: bool = False) -> jax.Array:
+            return (run_stack(x, stacked, routing, dataclasses.replace(spec, recompute=recompute)) ** 2).sum()
 
         def looped(x: jax.Array, stacked: moe_jax.ExpertWeights, routing: RouterWeights) -> jax.Array:
             for number in range(stacked.down.shape[0]):
@@ -213,6 +213,8 @@ def test_scan_over_stacked_layers(engine: str) -> None:
         step = jax.jit(jax.grad(scanned, argnums=(0, 1, 2)))
         found = step(x, stacked, routing)
         require_equal(found[:2], jax.jit(jax.grad(looped, argnums=(0, 1, 2)))(x, stacked, routing)[:2])
+        again = functools.partial(scanned, recompute=True)
+        require_equal(jax.jit(jax.grad(again, argnums=(0, 1, 2)))(x, stacked, routing), found)
         lowered = step.lower(x, stacked, routing)
         assert [plan.name for plan in plans_in(lowered)] == ["moe", "moe_backward"]
         compiled = program_text(lowered)
