@@ -225,7 +225,7 @@ class Exchange:
             if dense is not None:
                 dense()  # The host waits for counts behind it.
             if planner.expected is not None:
-                owner.expect(*planner.expected[1:])
+                planner.compute = owner.expect(*planner.expected[1:])
             routes: Any = routes_of()
             # What has left, or arrived, is not kept.
             values, planner.arriving = planner.arriving or brought.x, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from moe_torch.operators.pushed import push_request
 from moe_torch.operators.requests import moe_request
 from moe_torch.operators.routed import hidden
 from moe_torch.parallel import peer_ops
-from moe_torch.parallel.calls.known import Later, Step, Steps
+from moe_torch.parallel.calls.known import Step, Steps
 
 Multiprocessors = tuple[int | None, int | None]
 
@@ -35,13 +35,21 @@ class Owner:
     lora: LoRAFactors | None = None
     steps: Steps | None = None
     tensors: Sequence[torch.Tensor] = ()
-    _later: tuple[Any, Later] | None = None
+    _done: tuple[Any, list[torch.Tensor]] | None = None
 
-    def expect(self, num_rows: int, group_tokens: int) -> None:
-        """Prepare a call like an earlier one with as many rows, which may come."""
+    def expect(self, num_rows: int, group_tokens: int) -> Callable[[Sequence[torch.Tensor]], None] | None:
+        """Prepare a call like an earlier one with as many rows, which may come. The result computes those that came
+        with these ids, weights and others, rows last; the call then only returns it. None: no call is like it."""
         key, steps = ("owner", num_rows, group_tokens), self.steps
-        if steps is not None and (step := steps.get(key)) is not None:
-            self._later = key, step.later(self.tensors)
+        step = None if steps is None else steps.get(key)
+        if step is None:
+            return None
+        begun = step.begin(self.tensors)
+
+        def compute(came: Sequence[torch.Tensor]) -> None:
+            self._done = key, step.finish(begun, came[-1].data_ptr(), came[0].data_ptr(), came[1].data_ptr())
+
+        return compute
 
     def __call__(
         self,
@@ -56,12 +64,14 @@ class Owner:
         group_tokens: of all ranks. results_at: where results are stored. None: they are returned. adapter_ids: of rows.
         """
         key, steps = ("owner", len(rows), group_tokens), self.steps
-        expected, self._later = self._later, None
-        later = None if expected is None or expected[0] != key else expected[1]
-        if steps is not None and (later or (step := steps.get(key) or steps.find(key))):
+        if self._done is not None:
+            (done, (output, *counts)), self._done = self._done, None
+            assert done == key, "only expected rows are computed ahead"
+            return MoEOutput(output, routing.ids, routing.weights, None, *counts)
+        if steps is not None and (step := steps.get(key) or steps.find(key)):
             passed = [rows.data_ptr(), routing.ids.data_ptr(), routing.weights.data_ptr()]
             passed += [] if results_at is None else [results_at.data_ptr()]
-            output, *counts = (later or step.later(self.tensors)).run(*passed)
+            output, *counts = step.run(self.tensors, *passed)
             return MoEOutput(output, routing.ids, routing.weights, None, *counts)
         spec = self._spec(routing, group_tokens)
         if results_at is None:

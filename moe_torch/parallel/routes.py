@@ -349,9 +349,13 @@ class Counted(_Planner):
                 # Without views, which cost as much as a launch: came, counts, x.
                 address = packed.data_ptr()
                 begun.pointers[:3] = address + 4 * first, counts.data_ptr(), address
-                return begun.finish()
-        numbers, came = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
-        return self._owner(counts, here, numbers, came)
+                came = begun.finish()
+                if self._begun is not None and self.compute is not None:
+                    # Before all else that the host does with them.
+                    self.compute(came)
+                return came
+        numbers, values = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
+        return self._owner(counts, here, numbers, values)
 
     @functools.cached_property
     def _numbers(self) -> tuple[int, int]:

@@ -83,28 +83,20 @@ class Step(NamedTuple):
             return None
         return cls(ready, [one.data_ptr() for one in arrays], tuple(map(names.index, changing)), tuple(held))
 
-    def later(self, tensors: Sequence[torch.Tensor]) -> Later:
-        """Prepare a run before the addresses that change are known."""
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Begun:
+        """Allocate for a run, before the addresses that change are known."""
         addresses = self.addresses.copy()
         for position, number in self.held:
             addresses[position] = tensors[number].data_ptr()
-        return Later(self, self.ready.later(addresses))
+        return self.ready.later(addresses)
+
+    def finish(self, begun: Begun, *changed: int) -> list[torch.Tensor]:
+        for position, address in zip(self.changing, changed, strict=True):
+            begun.pointers[position] = address
+        return begun.finish()
 
     def run(self, tensors: Sequence[torch.Tensor], *changed: int) -> list[torch.Tensor]:
-        return self.later(tensors).run(*changed)
-
-
-class Later(NamedTuple):
-    """A run with memory, which lacks the addresses that change."""
-
-    step: Step
-    begun: Begun
-
-    def run(self, *changed: int) -> list[torch.Tensor]:
-        addresses = self.begun.pointers
-        for position, address in zip(self.step.changing, changed, strict=True):
-            addresses[position] = address
-        return self.begun.finish()
+        return self.finish(self.begin(tensors), *changed)
 
 
 _is_nested = attrgetter("is_nested")
