@@ -113,7 +113,7 @@ class Ranks:
         most = max(count, memory or 0)
         if self.size == 1 and most <= rows.shape[0]:
             # Nothing travels.
-            return functools.partial(rows.narrow, 0, 0, most)
+            return (lambda: rows) if most == rows.shape[0] else functools.partial(rows.narrow, 0, 0, most)
         came = buffer((most, *rows.shape[1:]), rows.dtype, rows.device)
         arrays = _moved(came if count == most else came[:count]), _moved(going)
         return self._start("all_to_all", what, came, _ALL_TO_ALL, *arrays, *splits)
@@ -166,14 +166,14 @@ def _moved(values: torch.Tensor) -> torch.Tensor:
     return (values if values.numel() else values.new_empty(values.shape)).view(torch.uint8)
 
 
-#: Pinned arrays and an event, by device and shapes: the driver takes long to make and to release them.
+#: Pinned arrays, their views and an event, by device and shapes: the driver takes long to make and to release them.
 _copies: dict[tuple[Any, ...], list[Any]] = {}
 
 
-def _pinned(arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+def _pinned(arrays: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[np.ndarray], Any]:
     with torch.inference_mode(False):
         pinned = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
-    return pinned, torch.cuda.Event()
+    return pinned, [one.numpy() for one in pinned], torch.cuda.Event()
 
 
 def read_by_host(*arrays: torch.Tensor) -> Callable[[], list[np.ndarray]]:
@@ -182,17 +182,18 @@ def read_by_host(*arrays: torch.Tensor) -> Callable[[], list[np.ndarray]]:
         return lambda: [array.numpy() for array in arrays]
     free = _copies.setdefault((arrays[0].device, *[array.shape for array in arrays]), [])
     try:
-        copies, event = free.pop()
+        kept = free.pop()
     except IndexError:
-        copies, event = _pinned(arrays)
-    for copy, array in zip(copies, arrays, strict=True):
+        kept = _pinned(arrays)
+    pinned, views, event = kept
+    for copy, array in zip(pinned, arrays, strict=True):
         copy.copy_(array, non_blocking=True)
     event.record()
 
     def read() -> list[np.ndarray]:
         event.synchronize()
-        results = [copy.numpy().copy() for copy in copies]
-        free.append((copies, event))
+        results = [view.copy() for view in views]
+        free.append(kept)
         return results
 
     return read

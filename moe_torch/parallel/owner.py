@@ -44,10 +44,11 @@ class Owner:
         step = None if steps is None else steps.get(key)
         if step is None:
             return None
-        begun = step.begin(self.tensors)
+        begun = step.ready.later(step.pointers(self.tensors))
 
         def compute(came: Sequence[torch.Tensor]) -> None:
-            self._done = key, step.finish(begun, came[-1].data_ptr(), came[0].data_ptr(), came[1].data_ptr())
+            step.change(begun.pointers, came[-1].data_ptr(), came[0].data_ptr(), came[1].data_ptr())
+            self._done = key, begun.finish()
 
         return compute
 

@@ -256,7 +256,7 @@ class Counted(_Planner):
         steps = self.call.steps
         last = None if steps is None else steps.get(_LAST)
         if steps is not None and last is not None and (ready := steps.get(("receive", *last[:2], False))) is not None:
-            self.expected, self._begun = last, ready.later([0, 0, 0])
+            self.expected, self._begun, _ = last, ready.later([0, 0, 0]), self._numbers
 
     def _leaving(self, values: torch.Tensor, tables: _Tables, count: int | None = None) -> torch.Tensor:
         """The first rows to go, with their numbers unless rows are to overlap with other work. count: None: all."""

@@ -19,7 +19,7 @@ from moe_core.specs.operands import ExpertWeights, MoEOperands, array_fields
 from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.private import PLAIN_CLASSES, TensorGuards
-from moe_torch.bridge.ready import Begun, Ready
+from moe_torch.bridge.ready import Ready
 
 #: `Ready` or `Step` of a call's operators, by step and numbers of rows.
 Steps = Recent[Any]
@@ -83,20 +83,20 @@ class Step(NamedTuple):
             return None
         return cls(ready, [one.data_ptr() for one in arrays], tuple(map(names.index, changing)), tuple(held))
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> Begun:
-        """Allocate for a run, before the addresses that change are known."""
+    def pointers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Addresses of a run, before those that change are known."""
         addresses = self.addresses.copy()
         for position, number in self.held:
             addresses[position] = tensors[number].data_ptr()
-        return self.ready.later(addresses)
+        return addresses
 
-    def finish(self, begun: Begun, *changed: int) -> list[torch.Tensor]:
+    def change(self, addresses: list[int], *changed: int) -> list[int]:
         for position, address in zip(self.changing, changed, strict=True):
-            begun.pointers[position] = address
-        return begun.finish()
+            addresses[position] = address
+        return addresses
 
     def run(self, tensors: Sequence[torch.Tensor], *changed: int) -> list[torch.Tensor]:
-        return self.finish(self.begin(tensors), *changed)
+        return self.ready.run(self.change(self.pointers(tensors), *changed))
 
 
 _is_nested = attrgetter("is_nested")
