@@ -148,6 +148,8 @@ def test_layouts_move_the_axis_of_stride_one(axis: int) -> None:
     even, odd = (codes.movedim(axis, -1)[..., first::2] for first in (0, 1))
     assert torch.equal(moved.data.movedim(axis, -1), even | (odd << 4)) and moved.data.stride(axis) == 1
     again = tensor.convert_layout(moved, layout.StridedLayout(2))
+    with pytest.raises(NotImplementedError):
+        layout.Layout([2]).swizzle_data(codes)
     assert torch.equal(again.data, packed.data) and again.shape == [3, 6, 8]
     plain = tensor.wrap_torch_tensor(normal(3, 4).T)
     assert plain.storage.layout == layout.StridedLayout(-2) and plain.dtype == tensor.FP32

@@ -21,7 +21,7 @@ from moe_core.layers import MoELayerSpec
 from moe_core.parity.tolerance import assert_close, stage_tolerances
 from moe_core.specs import MatmulSpec, RouterSpec
 from moe_jax import layers
-from moe_jax.bridge import platforms
+from moe_jax.bridge import placement, platforms
 from tests.support.jax import NUM_DEVICES, REAL_KERNELS, cpu_mesh, running_on, small_layer, to_jax
 from tests.support.paths import ROOT
 
@@ -214,6 +214,8 @@ def test_arrays_of_different_devices_are_refused() -> None:
             moe_jax.InvalidInput, match=r"weights must be on the device of x, .*:0, got .*:1; .*jax.device_put"
         ):
             moe_jax.scale_rows(x, weights)
+        with pytest.raises(moe_jax.InvalidInput, match="weights must be on the device of x"):
+            placement.check("op", {"x": x, "sizes": np.ones(1), "weights": weights})
         # An array that was not placed on purpose follows the others.
         assert moe_jax.scale_rows(jax.device_put(jnp.ones((8, 4)), second), np.ones((8, 1), np.float32)).devices() == {
             second

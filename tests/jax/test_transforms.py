@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_core.specs import RouterSpec
 from moe_jax.bridge import ffi
 from tests.support.jax import (
     NUM_LAYERS,
@@ -109,6 +110,22 @@ def test_vmap_runs_every_element(engine: str) -> None:
                 # NumPy adds up a single row in another order than several.
                 bound = 1e-4 if engine == "reference" else 0
                 np.testing.assert_allclose(many[number], one, bound, bound / 10, err_msg=name)
+
+
+@pytest.mark.parametrize("axes", [(3,), (3, 4)], ids=("of each", "of tokens of each"))
+def test_vmap_over_biases(axes: tuple[int, ...]) -> None:
+    layer = small_layer(num_tokens=4)
+    spec = dataclasses.replace(layer.spec, router=RouterSpec(2, "sigmoid"))
+    with running_on("reference"):
+        x, experts, routing = to_jax(layer[:3])
+        drawn = np.random.default_rng(0).normal(size=(*axes, len(experts.down)))
+        biases = jnp.asarray(drawn, jnp.float32)
+
+        def forward(bias: jax.Array) -> moe_jax.MoEOutput:
+            return moe_jax.moe(x, experts, dataclasses.replace(routing, correction_bias=bias), spec)
+
+        for many, one in zip(jax.vmap(forward)(biases), zip(*map(forward, biases), strict=True), strict=True):
+            np.testing.assert_allclose(many, np.stack(one), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["router", "ids", "experts", "experts and ids", "experts and routers"])

@@ -57,6 +57,8 @@ def test_few_rows_are_multiplied_in_parts_where_the_kernels_are(monkeypatch):
         return module._part(np.zeros((rows, depth), dtype), width, transposed)
 
     assert [part(rows, 256, 8, True) for rows in (1, 2, 48, 49)] == [0, 4, 4, 0]
+    one = np.zeros((8, 256), "f")
+    assert [module.narrow_columns(one, one, layout) for layout in ("out_in", "in_out")] == [True, False]
     assert (part(8, 31, 8, True), part(8, 32, 6, True), part(48, 8192, 8, True)) == (0, 0, 0)
     assert [part(rows, 256, 512, False) for rows in (1, 8, 16, 48, 49)] == [0, 256, 128, 64, 0]
     assert (part(8, 256, 24, False), part(48, 2048, 64, False), part(8, 256, 512, False, "d")) == (0, 0, 0)

@@ -38,6 +38,8 @@ from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESp
         (lambda: RouterSpec(2, num_groups=2, topk_group=3), "topk_group must be at most num_groups = 2, got 3"),
         (lambda: Activation("swiglu_oai", alpha=float("inf")), "alpha must be finite, got inf"),
         (lambda: Activation("silu", gated=1), "gated must be True or False, got 1"),
+        (lambda: Activation("swiglu_oai", gated=False), "gated must be True for swiglu_oai, got False"),
+        (lambda: MatmulSpec("in_out", out_dtype="int8"), "out_dtype must be one of bfloat16, float16, float32, got"),
         (lambda: Activation("silu", False, "interleaved"), "gate_layout must be None where gated=False"),
         (lambda: LogitsSpec(allow_tf32="yes"), "allow_tf32 must be True or False, got 'yes'"),
         (lambda: MatmulSpec("in_out", allow_tf32="no"), "allow_tf32 must be True or False, got 'no'"),

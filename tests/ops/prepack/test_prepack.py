@@ -156,6 +156,7 @@ def test_numbers_are_those_of_the_published_layout() -> None:
     ("make", "message"),
     [
         (lambda: Tiling(64, 48, "rows"), "columns must be a multiple of 32"),
+        (lambda: Tiling(64, -32, "rows"), "columns must be an integer of at least 0"),
         (lambda: Tiling(65, 32, "interleaved"), "rows must be a multiple of 2 for order 'interleaved'"),
         (lambda: Tiling(96, 32, "halves"), "rows must be a multiple of 64 for order 'halves'"),
         (lambda: Tiling(64, 32, "separate"), "order must be one of"),

@@ -19,6 +19,7 @@ from moe_core.ops.routing.topk import plan_route_and_layout
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs import LayoutSpec, MatmulSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, RouterLogits
+from moe_core.specs.routing import RowLimit
 from tests.support.harness import H200, engine_target, run_plan, spec_of
 
 ENGINES = (engine_target(), Target("reference"))
@@ -59,11 +60,15 @@ def cut(ids: np.ndarray, bound: int) -> dict[str, np.ndarray]:
 def test_rows_past_the_bound_are_counted_and_not_written(target: Target, tokens: int) -> None:
     ids = sparse_ids(tokens)
     received = int(((ids >= 0) & (ids < E)).sum())
-    for bound in (0, 1, received // 2, received - 1, received, received + 1, 10**6):
-        layout = LayoutSpec(tokens, K, E, rows=bound)
+    bounds = (0, 1, received // 2, received - 1, received, received + 1, 10**6)
+    limited = LayoutSpec(tokens, K, E, limit=RowLimit(1))
+    for layout in (limited, *(LayoutSpec(tokens, K, E, rows=bound) for bound in bounds)):
+        bound = layout.capacity if layout.rows is None else layout.rows
         plan = plan_layout(spec_of(ids), layout, target, block_ms=(16,))
         found = run_plan(plan, {"ids": ids})
         expected = cut(ids, bound)
+        if layout is limited:
+            expected["invalid_ids"] = expected["invalid_ids"] + expected["overflow"]
         schedule = reference.schedule(expected["group_sizes"], layout=layout, block_m=16)
         for name, wanted in (expected | {"schedule_16": schedule}).items():
             np.testing.assert_array_equal(found[name], wanted, err_msg=f"{name} of bound {bound}")

@@ -87,6 +87,14 @@ def test_both_ways_around_the_threshold(name: str, alignment: int, max_rows: int
         assert kernels == [COUNT_BLOCKS, PLACE_BLOCKS]
 
 
+def test_a_gpu_counts_4096_slots_at_once() -> None:
+    plans = (plan_layout(ArraySpec((n, 1), "int32"), LayoutSpec(n, 1, 8, 1, None, None), H200) for n in (4096, 4097))
+    assert [[one.kernel for one in launches(plan)] for plan in plans] == [
+        [LAYOUT_AT_ONCE],
+        [COUNT_BLOCKS, PLACE_BLOCKS],
+    ]
+
+
 @pytest.mark.parametrize("num_experts", [1, 32, 33, 1000])
 def test_any_number_of_experts(num_experts: int) -> None:
     rng = np.random.default_rng(0)

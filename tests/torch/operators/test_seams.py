@@ -96,6 +96,11 @@ def test_requests_name_what_could_be_swapped() -> None:
         requests.moe_request(x, experts, routing, spec, x, x)  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional argument"):
         bridge.call(stages.ROUTER, x, x, None, None)  # type: ignore[call-arg]
+    others: list[Any] = [None] * (len(stages.ROUTER.names) - 2)
+    with pytest.raises(moe_torch.Unsupported, match="takes ordinary CPU and CUDA tensors, got Tensor"):
+        stages.ROUTER._refuse_backend(x, None, *others, "")
+    with pytest.raises(moe_torch.InvalidInput, match=r"x must be a torch\.Tensor, got None"):
+        stages.ROUTER._refuse_backend(None, x, *others, "")
     for wrong in ((experts, x, routing), (routing, experts, x), (x, routing, experts)):
         with pytest.raises(moe_torch.InvalidInput, match="must be a"):
             requests.moe_request(*wrong, spec)

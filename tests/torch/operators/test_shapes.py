@@ -80,6 +80,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "router": lambda: ops.router(ones(T, D), ones(D, E)),
     "route": lambda: tuple(ops.route(ones(T, E, dtype=torch.float32), moe_torch.RouterSpec(K))),
     "make_layout": lambda: tuple(vars(layout()).values()),
+    "make_layout without tokens": lambda: tuple(vars(ops.make_layout(ids()[:0], E, alignment=16)).values()),
     "gather_rows": lambda: ops.gather_rows(ones(T, D), layout()),
     "quantize_rows": lambda: ops.quantize_rows(ones(T, 64), ops.format_named("fp8_token")),
     "take_rows": lambda: routes.TAKE_ROWS.call(x=ones(T, D), slot_of_row=ids().view(-1), table=None, each=K),
