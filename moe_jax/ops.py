@@ -22,15 +22,22 @@ Letters: T tokens, K top-k, E experts (local), D d_model, F d_ff per expert, N o
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from moe_core.base.arrays import require_spec
 from moe_core.base.checks import as_integer, require_choice, require_flag
 from moe_core.base.dtypes import ID_DTYPES
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, Scheme, Tiling, format_named, scheme_named
 from moe_core.ops.activation.forward import plan_activation
+from moe_core.ops.lora.adapters import Dropout
+from moe_core.ops.lora.beyond import dropout_mask, run_beyond_experts
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.moe.backward import explain_training
 from moe_core.ops.moe.forward import plan_moe
@@ -274,6 +281,52 @@ def _weigh(x: Array, routing: Any, spec: MoESpec, token_mask: Array | None, ids:
     return route(logits, spec.router, token_mask=token_mask, ids=ids).weights
 
 
+class _Arrays:
+    """JAX's part of `moe_core.ops.lora.beyond`."""
+
+    where, sigmoid = staticmethod(jnp.where), staticmethod(jax.nn.sigmoid)
+
+    @property
+    def ops(self) -> Any:
+        return sys.modules[__name__]
+
+    def like(self, array: Array, other: Array) -> jax.Array:
+        return jnp.asarray(array, other.dtype)
+
+    def index(self, ids: Array) -> Array:
+        return ids
+
+    def arange(self, count: int, like: Array) -> jax.Array:
+        return jnp.arange(count, dtype=jnp.uint32)
+
+    def kept(self, shape: tuple[int, int], seed: Array, dropout: Dropout) -> jax.Array:
+        rows, columns = (self.arange(count, seed) for count in shape)
+        word = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        return dropout_mask(rows, columns, word, dropout, np.uint32)
+
+    def rounded(self, logits: jax.Array, dtype: str) -> jax.Array:
+        """Rounded to the dtype named, with the gradient as it comes."""
+        change = jax.lax.stop_gradient(logits.astype(dtype).astype(logits.dtype) - logits)
+        return logits if dtype == "float32" else logits + jnp.nan_to_num(change, nan=0, posinf=jnp.inf, neginf=-jnp.inf)
+
+
+ARRAYS = _Arrays()
+
+
+def _with_adapters_beyond_experts(moe: Callable[..., MoEOutput]) -> Callable[..., MoEOutput]:
+    @functools.wraps(moe)
+    def adapted(x: Any, experts: Any, routing: Any, spec: Any, **more: Any) -> MoEOutput:
+        lora = more.get("lora")
+        if not isinstance(lora, LoRAFactors) or not lora.beyond_experts:
+            return moe(x, experts, routing, spec, **more)
+        more = {"token_mask": None, "shared": None, "checked": False} | more
+        lora, ids = more.pop("lora"), more.pop("adapter_ids", None)
+        return run_beyond_experts(ARRAYS, x, experts, routing, spec, lora, ids, more)
+
+    return adapted
+
+
+@_with_adapters_beyond_experts
 @over_rows("x", "token_mask", "adapter_ids", summed=("tokens_per_expert", "invalid_ids"))
 @watched(run_moe, _weigh)
 def moe(

@@ -48,6 +48,7 @@ from moe_torch.bridge.operator import call
 from moe_torch.bridge.options import dtype_name, layout_spec, require_instance
 from moe_torch.grouped import grouped_mm, scaled_grouped_mm
 from moe_torch.operators import stages
+from moe_torch.operators.beyond import ARRAYS, run_beyond_experts
 from moe_torch.operators.kinds import as_int32
 from moe_torch.operators.requests import layout_sizes, matmul_request, moe_request, require_checkable, training_plans
 from moe_torch.quantize import dequantize, prepack_weights, quantize, quantize_rows, restore_weights
@@ -339,8 +340,7 @@ def moe(
         token_mask: bool `[T]`. A False token has no expert: its row is zero (plus shared), and no statistic counts it.
         expert_map: int32 `[E_global]`. Maps global ids to local experts, or to -1.
         shared: a dense expert that every token visits.
-        lora: adapters' factors, differentiable (docs/user/lora.md).
-        adapter_ids: int32 `[T]`, with lora: the adapter of each token, -1 = none.
+        lora: adapters' factors, differentiable (docs/user/lora.md). adapter_ids: int32 `[T]`, each token's, -1 = none.
         checked: raise InvalidInput for an id outside [-1, E_global), or of no adapter. Waits, as in `make_layout`.
 
     Returns:
@@ -351,11 +351,13 @@ def moe(
     """
     if checked is not False:
         require_checkable(checked)
-    request = moe_request(
+    if isinstance(lora, LoRAFactors) and lora.beyond_experts:
+        more = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
+        return run_beyond_experts(ARRAYS, x, experts, routing, spec, lora, adapter_ids, more)
+    results = call(*moe_request(
         x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared, lora=lora,
         adapter_ids=adapter_ids,
-    )  # fmt: skip
-    results = call(*request)
+    ))  # fmt: skip
     output, tokens_per_expert, invalid_ids = results[:3]
     if isinstance(routing, TopK):
         ids, weights, logits = routing.ids, routing.weights, None

@@ -13,17 +13,18 @@ from moe_core.layers.spec import MoELayerSpec
 from moe_core.specs.operands import LoRAFactors
 
 #: Factors of each target.
-TARGETS = {"gate_up": ("a1", "b1"), "down": ("a2", "b2")}
+TARGETS = {"gate_up": ("a1", "b1"), "down": ("a2", "b2"), "router": ("a_router", "b_router")}
+TARGETS |= {"shared_gate_up": ("a1_shared", "b1_shared"), "shared_down": ("a2_shared", "b2_shared")}
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters of a layer's experts.
+    """Low-rank adapters of a layer.
 
     Args:
         rank: of new adapters.
         alpha: their scale is alpha / rank. None: rank, so that it is 1.
-        targets: `gate_up`, `down` or both.
+        targets: `gate_up` and `down` of the experts, `router`, `shared_gate_up` and `shared_down` of shared experts.
         slots: adapters held at once.
         max_rank: the largest rank of a slot. None: rank.
         rslora: the scale is alpha / sqrt(rank).
@@ -48,10 +49,9 @@ class LoRA:
         require_at_least("max_rank", self.largest, self.rank)
         require_flags(self, "rslora", "shared")
         if not self.targets or not set(self.targets) <= set(TARGETS) or len(set(self.targets)) < len(self.targets):
-            kind, fix = InvalidInput, "name these alone"
-            if {"router", "shared_experts"} & set(self.targets):
-                kind, fix = Unsupported, "in torch, name the others in PEFT's target_parameters"
-            raise kind(f"targets must be among gate_up and down, each once, got {self.targets}; {fix}")
+            raise InvalidInput(
+                f"targets must be among {', '.join(TARGETS)}, each once, got {self.targets}; name these alone"
+            )
         if not 0 <= self.dropout < 1:
             raise InvalidInput(f"dropout must be in [0, 1), got {self.dropout}; pass a probability")
 
@@ -59,30 +59,45 @@ class LoRA:
     def largest(self) -> int:
         return self.rank if self.max_rank is None else self.max_rank
 
+    @property
+    def beyond_experts(self) -> bool:
+        return not {"gate_up", "down"} >= set(self.targets)
+
     def scale(self, rank: int) -> float:
         return (self.rank if self.alpha is None else self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def require_layer(self, spec: MoELayerSpec) -> None:
-        """Raise Unsupported for experts without adapters."""
+        """Raise InvalidInput or Unsupported for targets without adapters."""
         scheme, refused = spec.experts.scheme, None
+        if spec.shared_experts is None and {"shared_gate_up", "shared_down"} & set(self.targets):
+            raise InvalidInput(f"targets must be of a layer with shared experts, got {self.targets}; leave these out")
+        if not {"gate_up", "down"} & set(self.targets):
+            return
         if spec.norm_of_experts is not None:
             refused = "a layer with a norm of each expert's result"
         elif scheme is not None and scheme.activations is not None:
-            refused = f"experts with quantised activations ({scheme})"
+            refused = f"experts with quantised activations ({scheme}), whose products apply scales after the sums"
         if refused is not None:
-            raise Unsupported(f"lora must be None for {refused}, as these take no adapters, got {self}; leave it out")
+            raise Unsupported(
+                f"lora must be None for {refused}, as these take no adapters, got {self}; leave it out, or name the "
+                "targets router and shared_gate_up, shared_down"
+            )
 
     def shapes(self, spec: MoELayerSpec) -> dict[str, tuple[int, ...]]:
         """`[slots, E or 1, inputs, outputs]` of each factor of the targets, with ranks padded to a multiple of 16."""
         experts, padded = 1 if self.shared else spec.num_experts, -(-self.largest // 16) * 16
         width = spec.experts.activation.input_width(spec.d_ff)
         d_model = spec.d_model if spec.latent is None else spec.latent.width
-        sides = {"gate_up": (d_model, width), "down": (spec.d_ff, d_model)}
+        sides = {"gate_up": (d_model, width), "down": (spec.d_ff, d_model), "router": (spec.d_model, spec.num_experts)}
+        if spec.shared_experts is not None:
+            wide = spec.shared_experts.d_ff
+            sides["shared_gate_up"] = spec.d_model, spec.experts.activation.input_width(wide)
+            sides["shared_down"] = wide, spec.d_model
         made: dict[str, tuple[int, ...]] = {}
         for target, (a, b) in TARGETS.items():
             if target in self.targets:
-                inside, outside = sides[target]
-                made |= {a: (self.slots, experts, inside, padded), b: (self.slots, experts, padded, outside)}
+                (inside, outside), count = sides[target], experts if target in ("gate_up", "down") else 1
+                made |= {a: (self.slots, count, inside, padded), b: (self.slots, count, padded, outside)}
         return made
 
     def require_slot(self, slot: Any) -> int:
@@ -112,7 +127,7 @@ class LoRA:
             )
         for name in present:
             shape, axis = list(shapes[name][1:]), 2 if name[0] == "a" else 1
-            shape[axis] = min(shape[axis], every[f"a{name[1]}"].shape[-1])
+            shape[axis] = min(shape[axis], every[f"a{name[1:]}"].shape[-1])
             if list(every[name].shape) != shape:
                 raise InvalidInput(
                     f"factors.{name} must be {shape} at most, got {list(every[name].shape)}; pass an adapter of this "

@@ -9,6 +9,7 @@ from typing import Any
 from moe_core.base import ArraySpec, Recent, require_spec
 from moe_core.base.dtypes import ID_DTYPES, ROUTER_WEIGHT_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
+from moe_core.ops.lora.beyond import refuse_beyond_experts
 from moe_core.ops.moe.checks import check_weights
 from moe_core.ops.moe.lora import check_lora
 from moe_core.parallel.placement import HOLE, Placement
@@ -75,6 +76,7 @@ def require_scores(shape: Sequence[int], tokens: int, placement: Placement) -> N
 def require_adapters(lora: Any, adapter_ids: Any, tokens: int, placement: Placement, ranks: int) -> None:
     """Raise InvalidInput unless scale and ranks are of all experts, and ids of the tokens, and Unsupported for dropout
     on `ranks` that split each expert. Arrays have shapes."""
+    refuse_beyond_experts(lora)
     if adapter_ids is None or lora.scale is None or lora.ranks is None:
         raise InvalidInput("adapter_ids, lora.scale and lora.ranks must be arrays with lora, got None; pass all three")
     slots, experts = (*lora.scale.shape, 0)[0], placement.num_experts

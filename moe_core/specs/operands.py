@@ -168,7 +168,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class LoRAFactors:
-    """Low-rank factors of S adapters of the experts. Equations: docs/user/lora.md.
+    """Low-rank factors of S adapters. Equations: docs/user/lora.md.
 
     Args:
         a1: `[S, E, D, R]` and b1 `[S, E, R, N]`, both or neither: added to matmul 1. N and its order are those of
@@ -178,6 +178,9 @@ class LoRAFactors:
         scale: fp32 `[S, E]`, such as alpha / rank.
         ranks: int32 `[S, E]`, the columns in use, at most the larger of R and Q. 0: no adapter. Others count as zeros.
         seed: int32 `[1]` on the device, for `MoESpec.lora_dropout`.
+        a_router: `[S, 1, D, R]` and b_router `[S, 1, R, E]`: added to the logits. a1_shared, b1_shared, a2_shared,
+            b2_shared: `[S, 1, ...]`, of the shared expert, as a1 to b2. Their scale is `scale[:, 0]`, their rank the
+            largest of a slot's.
     """
 
     a1: Any = None
@@ -187,6 +190,26 @@ class LoRAFactors:
     scale: Any = None
     ranks: Any = None
     seed: Any = None
+    a_router: Any = None
+    b_router: Any = None
+    a1_shared: Any = None
+    b1_shared: Any = None
+    a2_shared: Any = None
+    b2_shared: Any = None
+
+    @property
+    def beyond_experts(self) -> bool:
+        """True with factors of the router or the shared expert."""
+        return any(getattr(self, name) is not None for name in BEYOND_EXPERTS)
+
+    def of_experts(self) -> LoRAFactors | None:
+        if self.a1 is None and self.a2 is None:
+            return None
+        return dataclasses.replace(self, **dict.fromkeys(BEYOND_EXPERTS))
+
+
+#: Factors of a layer's router and shared expert.
+BEYOND_EXPERTS = ("a_router", "b_router", "a1_shared", "b1_shared", "a2_shared", "b2_shared")
 
 
 #: Arguments of ops, and so pytrees.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
+from moe_core.ops.lora.beyond import adapted_logits, known_adapters, shared_output
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
@@ -127,12 +128,13 @@ def run_layer(
     """A layer's result, and slots of each expert `[E]` before any capacity limit."""
     x, mask, of_layer = operands.x, operands.token_mask, _Experts(spec, ranks)
     staged = spec.in_stages or spec.token_rounding is not None
+    staged |= operands.lora is not None and operands.lora.beyond_experts
     if not staged and by.gate_inputs is None and by.expert_ids is None:
         moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
         lora = {"lora": operands.lora, "adapter_ids": operands.adapter_ids} if operands.lora is not None else {}
         result = of_layer.run(x, operands.experts, operands.routing, moe_spec, mask, operands.shared, **lora)
         return result._replace(output=_finished(result.output, around, spec)), result.tokens_per_expert
-    if operands.lora is not None and spec.norm_of_experts is not None:
+    if spec.norm_of_experts is not None and operands.lora is not None and operands.lora.of_experts() is not None:
         raise Unsupported("layers with a norm of each expert's result take no adapters, got some; leave them out")
     result, counts = _run_stages(operands, around, spec, by, of_layer, lora_dropout)
     return result._replace(output=_finished(result.output, around, spec)), counts
@@ -147,13 +149,25 @@ def _run_stages(
     lora_dropout: float,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     x, router, mask = operands.x, operands.routing, operands.token_mask
+    factors, lora, own, invalid_adapters = operands.lora, {}, (), 0
     moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
+    if factors is not None:
+        known, invalid_adapters = known_adapters(ops.ARRAYS, factors, operands.adapter_ids, mask)
+        own = factors, known, lora_dropout
+        if (of_experts := factors.of_experts()) is not None:
+            masked = operands.adapter_ids if mask is None else jnp.where(mask, operands.adapter_ids, -1)
+            lora, invalid_adapters = {"lora": of_experts, "adapter_ids": masked}, 0
+        else:
+            moe_spec = dataclasses.replace(moe_spec, lora_dropout=0.0)
     scored = x if by.gate_inputs is None else by.gate_inputs
     # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
     if spec.router_norm is not None:
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
-    logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
+    if factors is not None and factors.a_router is not None:
+        logits = adapted_logits(ops.ARRAYS, rows, router, moe_spec, own)
+    else:
+        logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
     bias, rounding = router.correction_bias if by.expert_ids is None else None, spec.token_rounding
     if rounding is not None:
         refuse_given_ids(by.expert_ids is not None)
@@ -179,19 +193,18 @@ def _run_stages(
         outside = (by.expert_ids < -1) | (by.expert_ids >= spec.num_experts)
         outside = outside if mask is None else outside & mask[:, None]
         invalid_ids = outside.sum(dtype=jnp.int32).reshape(1)
-    given_ids, lora = TopK(ids, routing.weights), {}
-    if operands.lora is not None:
-        own = operands.adapter_ids if mask is None else jnp.where(mask, operands.adapter_ids, -1)
-        lora = {"lora": operands.lora, "adapter_ids": own}
-    if spec.latent is None and spec.norm_of_experts is None:
+    given_ids = TopK(ids, routing.weights)
+    shares = factors is not None and (factors.a1_shared is not None or factors.a2_shared is not None)
+    if spec.latent is None and spec.norm_of_experts is None and not shares:
         limit = None if rounding is None or lora else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
         result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared, **lora)
     else:
-        result = _around_experts(operands, around, (spec, moe_spec), given_ids, of_layer, lora)
+        result = _around_experts(operands, around, (spec, moe_spec), given_ids, of_layer, lora, own if shares else ())
     if lora:
         assert result.invalid_ids is not None
-        invalid_ids = invalid_ids + result.invalid_ids
+        invalid_adapters = result.invalid_ids
+    invalid_ids = invalid_ids + invalid_adapters
     # Under a replay, the layer's choice: the experts' are the trace's, without a gradient.
     return result._replace(ids=ids, weights=routing.weights, logits=logits, invalid_ids=invalid_ids), counts
 
@@ -214,6 +227,7 @@ def _around_experts(
     routing: TopK,
     of_layer: _Experts,
     lora: dict[str, Any],
+    of_shared: tuple[Any, ...],
 ) -> MoEOutput | ParallelOutput:
     x, experts, (spec, moe_spec) = operands.x, operands.experts, specs
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())
@@ -234,7 +248,7 @@ def _around_experts(
     if spec.latent is not None:
         output = ops.matmul_ogs(MatmulOperands(output, around["after"].weight), None, product)
     if operands.shared is not None:
-        visited = _shared(x, operands.shared, moe_spec, product, experts.layer_index)
+        visited = shared_output(ops.ARRAYS, x, operands.shared, moe_spec, of_shared, experts.layer_index)
         output = (at_least_float32(output) + at_least_float32(visited)).astype(output.dtype)
     return result._replace(output=output)
 
@@ -258,20 +272,6 @@ def _normalised(x: Any, experts: Any, routing: TopK, spec: MoESpec, norm: tuple[
     # A slot without a row counts in no gradient.
     factors = jnp.where(layout.row_of_slot[:, None] < 0, 0, weights.reshape(-1, 1))
     return ops.reduce(slots * factors, layout, out_dtype=x.dtype)
-
-
-def _shared(x: Any, shared: Any, spec: MoESpec, product: MatmulSpec, layer_index: Any) -> jax.Array:
-    index = layer_index if shared.down.ndim == 3 else None
-
-    def multiply(rows: Any, weight: Any) -> jax.Array:
-        return ops.matmul_ogs(MatmulOperands(rows, weight, layer_index=index), None, product)
-
-    up = None if shared.up is None else multiply(x, shared.up)
-    hidden = ops.activation(multiply(x, shared.gate_up), spec.shared_activation or spec.activation, up=up)
-    y = multiply(hidden, shared.down)
-    if shared.gate is None:
-        return y
-    return (y * jax.nn.sigmoid(ops.router(x, shared.gate, spec=spec.shared_gate_spec()))).astype(y.dtype)
 
 
 def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSpec) -> jax.Array:

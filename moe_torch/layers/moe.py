@@ -231,11 +231,11 @@ class MoE(PlannedLayer):
         key = f"{self._options} {self._held}"
         # Autocast may cast the same tensors.
         self._key, self._cast_key = key, f"autocast {key}"
-        self._in_stages, self._rounds = self.spec.in_stages, self.spec.token_rounding is not None
+        beyond = self.lora is not None and self.lora.options.beyond_experts
+        self._in_stages, self._rounds = self.spec.in_stages or beyond, self.spec.token_rounding is not None
 
     @property
     def _operator(self) -> Operator:
-        # No attribute: layers are copied and pickled.
         return _QUANTIZED_OPERATOR if self._is_quantized else _OPERATOR
 
     def reset_parameters(self) -> None:

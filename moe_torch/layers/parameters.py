@@ -12,13 +12,15 @@ import torch
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, Parameter, Storage, tiled_specs
-from moe_core.specs import MatmulSpec, MoESpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert, TopK, named_arrays
+from moe_core.ops.lora.beyond import adapted_logits, shared_output
+from moe_core.specs import MoESpec
+from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_torch import ops
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.lora.stages import LowRank, run_stages
 from moe_torch.layers.shards import on_own_experts, shared_like
+from moe_torch.operators.beyond import ARRAYS
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
@@ -178,10 +180,13 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, lora: Any = None) -> torch.Tensor:
+        """lora: (factors, ids of `known_adapters`, dropout)."""
         if self.norm is not None:
             assert self.layer_spec.router_norm is not None
             input = ops.rms_norm(input, self.norm, self.layer_spec.router_norm)
+        if lora is not None:
+            return adapted_logits(ARRAYS, input, RouterWeights(self.weight, self.bias), self.spec, lora)
         return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
 
     def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -275,23 +280,15 @@ class SharedParameters(ParameterGroup):
     def operands(self) -> SharedExpert:
         return SharedExpert(**{name: autocast(getattr(self, name), name) for name in self.NAMES})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: Any = None) -> torch.Tensor:
+        """lora: as of `RouterParameters`."""
         spec = self.spec
         if spec.main_grad:
             raise Unsupported(
                 "layer.shared_experts must be without hooks and wrappers where main_grad=True: called alone, its "
                 "matrices have their gradients in .grad; put them on the layer"
             )
-        x, operands = autocast(x), self.operands()
-        product = MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
-        pre = ops.matmul_ogs(MatmulOperands(x, operands.gate_up), None, product)
-        up = None if operands.up is None else ops.matmul_ogs(MatmulOperands(x, operands.up), None, product)
-        hidden = ops.activation(pre, spec.shared_activation or spec.activation, up=up)
-        y = ops.matmul_ogs(MatmulOperands(hidden, operands.down), None, product)
-        if self.gate is None:
-            return y
-        gate = ops.router(x, self.gate, spec=spec.shared_gate_spec())
-        return (y * torch.sigmoid(gate)).to(y.dtype)
+        return shared_output(ARRAYS, autocast(x), self.operands(), spec, lora)
 
 
 def is_overridden(kind: type[torch.nn.Module]) -> bool:

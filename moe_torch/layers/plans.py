@@ -57,7 +57,7 @@ class PlannedLayer(PrepackedExperts):
         return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
 
     def add_lora(self, lora: LoRA) -> LoRAParameters:
-        """Give the experts adapters, as `layer.lora`, and freeze the layer's other parameters, as PEFT does.
+        """Give the layer adapters, as `layer.lora`, and freeze the layer's other parameters, as PEFT does.
 
         With one slot its adapter starts as new. Several are empty until `layer.lora.load` or `reset`. Returns
         `layer.lora`. Raises InvalidInput for a layer with adapters, and Unsupported for one that takes none.
@@ -70,6 +70,7 @@ class PlannedLayer(PrepackedExperts):
         gate_layout = "interleaved" if self.storage.gate_layout == "interleaved" else "halves"
         like = self._arrays(self._parts())[self._like_place]
         self.lora = made = LoRAParameters(lora, self.spec, like, gate_layout).train(self.training)
+        self._in_stages = self._in_stages or lora.beyond_experts
         exchange = self._parts()["experts"].exchange
         if exchange is not None:
             made.share_out(exchange, self.storage.gate_layout if self.spec.experts.activation.gated else None)
@@ -99,7 +100,8 @@ class PlannedLayer(PrepackedExperts):
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
         lora: Any = self.lora
-        if lora is None:
+        factors = None if lora is None else lora.factors().of_experts()
+        if factors is None:
             return operands_of(self._operator, (*arrays, self._options))
         ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")
-        return operands_of(*adapted_call(self, arrays, lora.factors(), ids))
+        return operands_of(*adapted_call(self, arrays, factors, ids))

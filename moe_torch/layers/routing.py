@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
+from moe_core.ops.lora.beyond import known_adapters
 from moe_core.parallel import ParallelOutput
-from moe_core.specs import MoESpec, RouterSpec
+from moe_core.specs import RouterSpec
 from moe_core.specs.operands import LoRAFactors, MoEOutput, RaggedLayout, RouterWeights, TopK
 from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.parameters import Uncast, has_own_call, is_gathered, own_part
+from moe_torch.operators.beyond import ARRAYS
 from moe_torch.operators.kinds import as_int32
 
 
@@ -50,7 +53,8 @@ def run_stages(
     if token_mask is not None and torch.is_grad_enabled():
         # The router's backward multiplies rows by 0 for masked tokens: rows may hold NaN.
         rows = scored.masked_fill(~token_mask[:, None], 0)
-    logits = at_least_float32(layer.router(rows))
+    adapters = _Adapters.of(layer, lora, token_mask)
+    logits = at_least_float32(layer.router(rows, *adapters.router))
     router = own_part(layer.router, "router")
     bias = router.correction_bias if spec.correction_bias and given is None else None
     options = {"correction_bias": bias, "token_mask": token_mask}
@@ -69,10 +73,9 @@ def run_stages(
         counts, invalid_ids = layout.group_sizes, layout.invalid_ids
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
     computed: Any = None
-    own_spec, adapters = dataclasses.replace(layer.moe_spec, router=None), {}
-    if lora is not None:
-        own_spec, adapters = _with_adapters(layer, own_spec, lora, token_mask)
-    if spec.latent is not None or normed or has_own_call(experts) or (shared is not None and has_own_call(shared)):
+    own_spec = dataclasses.replace(layer.moe_spec, router=None, lora_dropout=adapters.dropout)
+    shared_alone = shared is not None and (has_own_call(shared) or bool(adapters.shared))
+    if spec.latent is not None or normed or has_own_call(experts) or shared_alone:
         norm = (own_part(layer.output, "output").norm,) if normed else ()
         entering = x
         if spec.latent is not None:
@@ -82,43 +85,61 @@ def run_stages(
             entering = layer.before(entering)
         # Units of `fully_shard` cast tensors that they are called with.
         uncast = Uncast(weights) if is_gathered(experts) else weights
-        if lora is None:
+        if not adapters.experts:
             output = experts(entering, kept, uncast, *norm)
         else:
             plain = dataclasses.replace(own_spec, shared_activation=None)
-            computed = experts.moe(entering, experts.operands(), TopK(kept, weights), plain, **adapters)
+            computed = experts.moe(entering, experts.operands(), TopK(kept, weights), plain, **adapters.experts)
             output = computed.output
         output = output if spec.latent is None else layer.after(output)
         if shared is not None:
-            output = (at_least_float32(output) + at_least_float32(shared(x))).to(output.dtype)
+            output = (at_least_float32(output) + at_least_float32(shared(x, *adapters.shared))).to(output.dtype)
     else:
-        limit = None if rounding is None or lora is not None else rounding.row_limit(spec.top_k)
+        limit = None if rounding is None or adapters.experts else rounding.row_limit(spec.top_k)
         moe_spec = dataclasses.replace(own_spec, row_limit=limit)
         dense = None if shared is None else shared.operands()
-        computed = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense, **adapters)
+        computed = experts.moe(x, experts.operands(), TopK(kept, weights), moe_spec, shared=dense, **adapters.experts)
         output = computed.output
     if given is not None:
         outside = (given < -1) | (given >= spec.num_experts)
         counted = outside if token_mask is None else outside & token_mask[:, None]
         invalid_ids = counted.sum().to(torch.int32).view(1)
-    if lora is not None:
-        invalid_ids = invalid_ids + computed.invalid_ids
+    invalid_ids = invalid_ids + (computed.invalid_ids if adapters.experts else adapters.invalid)
     results = output, kept, weights, logits, counts, invalid_ids
     return computed._replace(**dict(zip(MoEOutput._fields, results, strict=True))) if computed else MoEOutput(*results)
 
 
-def _with_adapters(
-    layer: Any, spec: MoESpec, lora: tuple[LoRAFactors, torch.Tensor], token_mask: torch.Tensor | None
-) -> tuple[MoESpec, dict[str, Any]]:
-    """The spec, and arguments, of experts with adapters."""
-    if has_own_call(layer.experts):
-        raise Unsupported(
-            "layer.experts of a layer with adapters must have no hooks and wrappers, which would see none of them, got "
-            "some; put them on the layer"
-        )
-    factors, ids = lora
-    spec = dataclasses.replace(spec, lora_dropout=0.0 if factors.seed is None else layer.lora.options.dropout)
-    return spec, {"lora": factors, "adapter_ids": ids if token_mask is None else ids.masked_fill(~token_mask, -1)}
+class _Adapters(NamedTuple):
+    """What each part of a layer is called with, and the number of tokens that name no adapter."""
+
+    router: tuple[Any, ...] = ()
+    shared: tuple[Any, ...] = ()
+    experts: Mapping[str, Any] = {}
+    dropout: float = 0.0
+    invalid: Any = 0
+
+    @classmethod
+    def of(
+        cls, layer: Any, lora: tuple[LoRAFactors, torch.Tensor] | None, token_mask: torch.Tensor | None
+    ) -> _Adapters:
+        if lora is None:
+            return cls()
+        factors, ids = lora
+        options, own, parts = layer.lora.options, factors.of_experts(), {"experts": layer.experts}
+        dropout, router, shared = 0.0 if factors.seed is None else options.dropout, (), ()
+        known, invalid = known_adapters(ARRAYS, factors, ids, token_mask) if options.beyond_experts else (ids, 0)
+        if factors.a_router is not None:
+            parts["router"], router = layer.router, ((factors, known, dropout),)
+        if factors.a1_shared is not None or factors.a2_shared is not None:
+            parts["shared_experts"], shared = layer.shared_experts, ((factors, known, dropout),)
+        for name in [name for name, part in parts.items() if has_own_call(part) and (own or name != "experts")]:
+            raise Unsupported(
+                f"layer.{name} of a layer with adapters must have no hooks and wrappers, which would see none of them, "
+                "got some; put them on the layer"
+            )
+        masked = ids if token_mask is None else ids.masked_fill(~token_mask, -1)
+        experts = {} if own is None else {"lora": own, "adapter_ids": masked}
+        return cls(router, shared, experts, dropout if own else 0.0, invalid)
 
 
 def _sparse_mixed(

@@ -10,6 +10,7 @@ from moe_core.base.checks import require_flag
 from moe_core.base.target import Target
 from moe_core.errors import Unsupported
 from moe_core.formats import QuantizedTensor
+from moe_core.ops.lora.beyond import refuse_beyond_experts
 from moe_core.ops.moe.backward import plan_training
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs import LayoutSpec, MatmulSpec, MoESpec
@@ -105,6 +106,7 @@ def moe_request(
     operators = MOE_QUANTIZED if reads_formats(experts, routing, spec, shared) else MOE
     if any(one is not None for one in adapters.values()):
         require_instance("lora", adapters["lora"], LoRAFactors)
+        refuse_beyond_experts(adapters["lora"])
         require_instance("adapter_ids", adapters["adapter_ids"], torch.Tensor)
         operator = LORA[type(routing)]
         arguments = operator.arguments(

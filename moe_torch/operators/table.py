@@ -32,12 +32,15 @@ _SAVED += ("saved.shared_pre_activation?", "saved.shared_gate?")
 _SAVED_LOWS = ("saved.virtual_sizes", "saved.virtual_start", "saved.low1?", "saved.low2?")
 
 
+_BEYOND = tuple(f"lora.{name}" for name in bundles.BEYOND_EXPERTS)
+
+
 def moe_tensors(kind: type, matrices: Sequence[str] = (), lora: bool = False) -> tuple[str, ...]:
-    """matrices: arrays that may be quantised, with static scales of their inputs. lora: adapters too."""
+    """matrices: arrays that may be quantised, with static scales of their inputs. lora: adapters of experts too."""
     experts = fields_of(bundles.ExpertWeights, "experts", without=INPUT_SCALES)
     shared = fields_of(bundles.SharedExpert, "shared", optional=True)
     scales = [f"{name}?" for name in INPUT_SCALES if matrices]
-    adapters = (*fields_of(bundles.LoRAFactors, "lora"), "adapter_ids") if lora else ()
+    adapters = (*fields_of(bundles.LoRAFactors, "lora", without=_BEYOND), "adapter_ids") if lora else ()
     return ("x", *experts, *fields_of(kind, "routing"), "token_mask?", "expert_map?", *shared, *scales, *adapters)
 
 

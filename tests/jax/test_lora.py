@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_core.base.target import Target
 from moe_core.specs import Activation, MoESpec, RouterSpec
-from moe_core.specs.operands import BUNDLES, RouterWeights
+from moe_core.specs.operands import BUNDLES, ExpertWeights, LoRAFactors, RouterWeights, SharedExpert
 from moe_jax.trace import capture, replay
 from tests.support.harness import engine_target
 from tests.support.jax import REAL_KERNELS, cpu_mesh, running_on, to_jax
@@ -244,3 +244,40 @@ def test_refusals() -> None:
         ):
             with pytest.raises((moe_jax.Unsupported, moe_jax.InvalidInput), match=message):
                 call()
+
+
+def test_a_router_and_a_shared_expert() -> None:
+    """Outputs and gradients of tokens with each adapter are those of the op with merged weights."""
+    random, (d, f, e, slots, rank) = np.random.default_rng(0), (16, 8, 4, 2, 16)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape, np.float32) / 3)
+
+    shapes = {"a_router": (d, rank), "b_router": (rank, e), "a2_shared": (f, rank), "b2_shared": (rank, d)}
+    trained = {name: drawn(slots, 1, *sides) for name, sides in shapes.items()}
+    scale, ranks = jnp.full((slots, e), 0.5), jnp.full((slots, e), 5, jnp.int32)
+    x, ids, weights = drawn(13, d), jnp.arange(13, dtype=jnp.int32) % 4 - 1, (drawn(d, e), drawn(d, 2 * f), drawn(f, d))
+    experts, spec = ExpertWeights(drawn(e, d, 2 * f), drawn(e, f, d)), MoESpec(Activation("silu"), RouterSpec(2))
+
+    def run(trained: dict[str, jax.Array]) -> moe_jax.MoEOutput:
+        router, *shared = weights
+        lora = LoRAFactors(**trained, scale=scale, ranks=ranks)
+        more: Any = {"shared": SharedExpert(*shared), "lora": lora, "adapter_ids": ids}
+        return moe_jax.moe(x, experts, RouterWeights(router), spec, **more)
+
+    def merged(trained: dict[str, jax.Array]) -> jax.Array:
+        made, router, up, down = jnp.zeros_like(x), *weights
+        for slot in (-1, 0, 1, 2):
+            of = {n: one[slot, 0, :, :5] if n[0] == "a" else one[slot, 0, :5] for n, one in trained.items()}
+            add = {n: 0.5 * of[f"a{n}"] @ of[f"b{n}"] * (slot in (0, 1)) for n in ("_router", "2_shared")}
+            routing, shared = RouterWeights(router + add["_router"]), SharedExpert(up, down + add["2_shared"])
+            made = jnp.where((ids == slot)[:, None], moe_jax.moe(x, experts, routing, spec, shared=shared).output, made)
+        return made
+
+    with running_on("reference"):
+        found, (value, pull) = run(trained), jax.vjp(merged, trained)
+        assert int(found.invalid_ids[0]) == 3
+        np.testing.assert_allclose(found.output, value, rtol=1e-4, atol=1e-5)
+        gradient, (wanted,) = jax.jit(jax.vjp(lambda one: run(one).output, trained)[1])(x)[0], pull(x)
+        for name, one in wanted.items():
+            np.testing.assert_allclose(gradient[name], one, rtol=1e-3, atol=1e-5, err_msg=name)

@@ -19,16 +19,17 @@ flax_nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp
 
 import moe_torch
-from moe_core.layers import LoRA, MoELayerSpec
+from moe_core.layers import LoRA, MoELayerSpec, SharedExpertsSpec
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs.operands import map_arrays
 from moe_jax import linen, nnx
 from tools.fuzz.run_jax import to_jax, to_torch
 
-SPEC, T = MoELayerSpec(32, 16, 4, 2), 9
+SPEC, T = MoELayerSpec(32, 16, 4, 2, shared_experts=SharedExpertsSpec(8)), 9
 #: Another value of each field, on adapters that show it.
 FIELDS: dict[str, dict[str, Any]] = {
-    "rank": {"rank": 5}, "alpha": {"alpha": 6.0}, "targets": {"targets": ("down",)}, "slots": {"slots": 2},
+    "rank": {"rank": 5}, "alpha": {"alpha": 6.0}, "slots": {"slots": 2},
+    "targets": {"targets": ("down", "router", "shared_gate_up", "shared_down")},
     "max_rank": {"max_rank": 20}, "rslora": {"rslora": True, "alpha": 6.0}, "dropout": {"dropout": 0.25},
     "shared": {"shared": True}, "dtype": {"dtype": torch.bfloat16},
 }  # fmt: skip

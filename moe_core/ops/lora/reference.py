@@ -10,22 +10,16 @@ import numpy as np
 from moe_core.base import ArraySpec
 from moe_core.ops.common.product import multiply
 from moe_core.ops.common.rounding import result_dtype, round_to, to_float32, working_dtype
-from moe_core.ops.lora.adapters import SALTS, Adapters, Dropout
+from moe_core.ops.lora.adapters import Adapters, Dropout
+from moe_core.ops.lora.beyond import dropout_mask
 from moe_core.ops.lora.tail import INPUTS
-
-
-def _mixed(bits: np.ndarray) -> np.ndarray:
-    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return bits ^ (bits >> np.uint32(16))
 
 
 def kept(seed: np.ndarray, rows: np.ndarray, columns: int, dropout: Dropout) -> np.ndarray:
     """The elements of rows (tokens or slots) that remain, bool `[rows, columns]`."""
     with np.errstate(over="ignore"):
-        row_bits = _mixed(np.asarray(rows).astype(np.uint32) * np.uint32(0x9E3779B1) + seed.view(np.uint32)[0])
-        column_bits = np.arange(columns, dtype=np.uint32) * np.uint32(0x85EBCA77) + np.uint32(SALTS[dropout.masked])
-        return _mixed(row_bits[:, None] ^ column_bits) >= np.uint32(dropout.threshold)
+        words = np.asarray(rows).astype(np.uint32), np.arange(columns, dtype=np.uint32)
+        return dropout_mask(*words, seed.view(np.uint32)[0], dropout, np.uint32)
 
 
 def virtual_ids(arrays: Mapping[str, np.ndarray], *, adapters: Adapters) -> tuple[np.ndarray, ...]:

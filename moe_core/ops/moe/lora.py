@@ -11,6 +11,7 @@ from moe_core.base import ArraySpec, Target, dtypes, require_spec
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.lora.adapters import Adapters, Dropout
+from moe_core.ops.lora.beyond import refuse_beyond_experts
 from moe_core.ops.lora.factors import Rows, plan_factor_gradient, plan_shrink
 from moe_core.ops.lora.layout import add_virtual_schedule, plan_adapter_layout
 from moe_core.ops.lora.tail import Tail
@@ -26,6 +27,7 @@ def check_lora(
     lora: LoRAFactors, adapter_ids: ArraySpec | None, x: ArraySpec, experts: ExpertWeights, spec: MoESpec
 ) -> None:
     """Raise InvalidInput or Unsupported unless these factors fit the experts."""
+    refuse_beyond_experts(lora)
     refused = {
         "experts.layer_index": experts.layer_index,
         "spec.activations": spec.activations,

@@ -12,7 +12,7 @@ import torch
 from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import LoRA
-from moe_core.specs.operands import LoRAFactors, RouterWeights, named_fields
+from moe_core.specs.operands import BEYOND_EXPERTS, LoRAFactors, RouterWeights, named_fields
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import decode, encode, require_instance
 from moe_torch.layers.parameters import moved_bytes
@@ -20,11 +20,11 @@ from moe_torch.layers.weights import from_numpy
 from moe_torch.operators.table import LORA
 
 _OPERATOR = LORA[RouterWeights]
-_FACTORS = ("a1", "b1", "a2", "b2")
+_FACTORS = ("a1", "b1", "a2", "b2", *BEYOND_EXPERTS)
 
 
 class LoRAParameters(torch.nn.Module):
-    """The slots of a layer's adapters: parameters `a1`, `b1`, `a2`, `b2` of `LoRAFactors`, buffers `scale`, `ranks`.
+    """The slots of a layer's adapters: parameters named as the factors of `LoRAFactors`, buffers `scale`, `ranks`.
 
     All methods write in place, in the order of the stream, so captured graphs see the change. With experts on several
     ranks, all of them call it with the same arguments, `reset` with equal seeds, and each keeps its experts' factors.
@@ -73,6 +73,8 @@ class LoRAParameters(torch.nn.Module):
             return
         held = exchange.held()
         for name, array in self.present().items():
+            if name in BEYOND_EXPERTS:
+                continue
             shared = parallel.share_out(exchange, ("in_out", gate_layout), name, array, 1)
             setattr(self, name, parallel.as_parameter(shared, array.requires_grad))
         self.part_of = lambda name, array: Own(array, None, parallel.cut_of(name, "in_out", gate_layout), split).taken(
@@ -95,12 +97,13 @@ class LoRAParameters(torch.nn.Module):
             array[slot].zero_()
             if name[0] == "a":
                 bound, drawn = whole[name].shape[2] ** -0.5, array[slot, :, :, :rank]
-                if self.part_of is not None:
+                part_of = None if name in BEYOND_EXPERTS else self.part_of
+                if part_of is not None:
                     # The numbers of one process with this seed.
                     drawn = drawn.new_empty(*whole[name].shape[1:3], rank)
                 drawn.uniform_(-bound, bound)
-                if self.part_of is not None:
-                    array[slot, :, :, :rank] = self.part_of(name, drawn)
+                if part_of is not None:
+                    array[slot, :, :, :rank] = part_of(name, drawn)
         self.scale[slot] = self.options.scale(rank)
         self.ranks[slot] = rank
 
@@ -123,7 +126,8 @@ class LoRAParameters(torch.nn.Module):
         for array in local.values():
             array[slot].zero_()
         for name in local.keys() & given.keys():
-            own = given[name] if self.part_of is None else self.part_of(name, given[name])
+            part_of = None if name in BEYOND_EXPERTS else self.part_of
+            own = given[name] if part_of is None else part_of(name, given[name])
             one, to = own.to(local[name]), local[name][slot]
             (to[..., : one.shape[2]] if name[0] == "a" else to[:, : one.shape[1]]).copy_(one)
         self.scale[slot] = given["scale"].to(self.scale) if "scale" in given else self.options.scale(rank)

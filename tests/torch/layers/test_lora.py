@@ -302,8 +302,8 @@ def test_bad_slots_and_options() -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             call()
-    with pytest.raises(Unsupported, match="targets"):
-        LoRA(4, targets=("router",))
+    with pytest.raises(InvalidInput, match="targets must be of a layer with shared experts"):
+        layer_of().add_lora(LoRA(4, targets=("shared_down",)))
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"lora\.a2", "lora\.b2"'):
         layer_of().load_state_dict(layer.state_dict())
 
