@@ -42,6 +42,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput, Unsupported
@@ -182,7 +183,7 @@ class MoE(nn.Module):
         sows = self.is_mutable_collection("intermediates") and not self.is_initializing()
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux or sows}
         if not self.is_initializing():
-            options |= self._on_mesh(x.shape, every)
+            options |= self._on_mesh(np.shape(x), every)
         options["adapters"] = self._adapters(adapter_ids, rule)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         for _, leaf in places:

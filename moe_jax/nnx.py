@@ -217,7 +217,7 @@ class MoE(AdaptedLayer):
         if scheme is not None and is_trained:
             parameters = layers.fake_quantized(parameters, self.spec, scheme)
         options = {"token_mask": token_mask, "layer_index": layer_index, "return_aux": return_aux}
-        options |= self._on_mesh(x.shape)
+        options |= self._on_mesh(np.shape(x))
         options["adapters"] = self._adapters(adapter_ids)
         options["routed_by"] = layers.RoutedBy(gate_inputs, expert_ids, input_ids)
         spec = dataclasses.replace(self.spec, token_rounding=None) if self.deterministic else self.spec

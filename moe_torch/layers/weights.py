@@ -28,7 +28,7 @@ _BY_BITS: tuple[tuple[Any, Any, torch.dtype], ...] = (
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """Return a tensor on an array's memory, also of bfloat16, fp8 and read-only ones, which must stay unwritten."""
-    if not array.flags.writeable:
+    if not (array.flags.writeable and array.dtype.isnative):
         view = TensorView.from_numpy(array)
         array = host_array(view.pointer, view.spec, owner=array)
     for numpy_dtype, bits, dtype in _BY_BITS:

@@ -121,7 +121,7 @@ class LoRAParameters(torch.nn.Module):
         slot, present = self.options.require_slot(slot), self.present()
         rank = self.options.rank_of(factors, {name: tuple(one.shape) for name, one in present.items()})
         arrays = [(name, one) for name, one in named_fields(factors) if name != "seed"]
-        given = {name: from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in arrays}
+        given = {name: one if isinstance(one, torch.Tensor) else from_numpy(np.asarray(one)) for name, one in arrays}
         local = self._local()
         for array in local.values():
             array[slot].zero_()
