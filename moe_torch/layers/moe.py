@@ -291,7 +291,7 @@ class MoE(PlannedLayer):
             # Its call compares x with experts.
             dtype = x.dtype
         if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
-            key, x, dtype = self._cast_key, self._autocast(x, arrays), autocast_dtype(arrays[self._like_place])
+            key, x, dtype = self._cast_key, self._autocast(x, arrays, staged), autocast_dtype(arrays[self._like_place])
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
             if tensors is not None:
                 tensors = [x, *[arrays[position] for position in self._held_places[1:]]]
@@ -324,13 +324,13 @@ class MoE(PlannedLayer):
         balance, z = router_losses(logits, counts, arrays[self._mask_place], self.spec.router)
         return y, MoEAux(balance, z, counts, ids, chosen, invalid, logits, overflow)
 
-    def _autocast(self, x: torch.Tensor, arrays: list[Any]) -> torch.Tensor:
+    def _autocast(self, x: torch.Tensor, arrays: list[Any], staged: bool) -> torch.Tensor:
         if self.spec.main_grad:
             raise Unsupported(
                 "main_grad must be False under torch.autocast, which multiplies copies of the matrices, got True; "
                 "leave one of the two out, or convert the layer with .to(torch.bfloat16)"
             )
-        for position, part, name in self._places:
+        for position, part, name in () if staged else self._places:  # parts cast their own
             if part != "router":
                 arrays[position] = autocast(arrays[position], name)
         return autocast(x)

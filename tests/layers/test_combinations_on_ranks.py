@@ -18,7 +18,8 @@ from tools.combinations.rank_ways import examine_all
 __all__ = ["ranks"]
 
 ARRAY = cover(RANKS)
-ROWS = rows(RANKS)
+#: The last of three that pairs alone do not hold.
+ROWS = [*rows(RANKS), ARRAY.plainest([("parallel", "experts"), ("compile", "on"), ("autocast", "bfloat16")])]
 _OF_GLOO = "Invalid scalar type"
 #: Rows of one call: all of them would be longer than the ranks may take.
 _TOGETHER = 4
