@@ -294,3 +294,8 @@ def test_adapters_of_files(gate_layout: str) -> None:
     np.testing.assert_allclose(layer(X), wanted(X), rtol=1e-3, atol=1e-4)
     layer.lora.load(0, ExpertAdapter(None, second))
     assert not layer.lora.a1.get_value().any() and layer.lora.a2.get_value().any()
+    router = LoRAPair(a1[:1, :, :3], b1[:1, :3, :E], scale[:1], ranks[:1] // 2)
+    lora = make(LoRA(rank=3, targets=("router",))).lora
+    lora.load(0, ExpertAdapter(None, None, router=router))
+    np.testing.assert_array_equal(lora.export().b_router, router.b)
+    assert lora.scale.get_value()[0].tolist() == [0.5] * E

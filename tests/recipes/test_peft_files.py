@@ -24,7 +24,8 @@ FAMILIES = ("gpt_oss", "qwen3_moe", "mixtral")
 def adapted(model: Any, **options: Any) -> Any:
     """Factors that change results, of the experts and of attention."""
     options = {"r": 3, "lora_alpha": 8, "target_modules": ["q_proj"], "init_lora_weights": False, **options}
-    names = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    router = "mlp.router.weight" if model.config.model_type == "gpt_oss" else "mlp.gate.weight"
+    names = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", router]
     return peft.get_peft_model(model, peft.LoraConfig(target_parameters=names, **options)).eval()
 
 

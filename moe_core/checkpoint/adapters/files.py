@@ -14,7 +14,15 @@ from moe_core.base.checks import require_choice, require_kind
 from moe_core.base.files import file_writer, open_file, path_of, whole_file
 from moe_core.checkpoint.adapters.form import Adapter, AdapterBase, ExpertAdapter
 from moe_core.checkpoint.adapters.merge import verify_adapter
-from moe_core.checkpoint.adapters.packings import PACKINGS, VERSIONS, pack, packing_of, target_names, unpack
+from moe_core.checkpoint.adapters.packings import (
+    PACKINGS,
+    VERSIONS,
+    pack,
+    pack_router,
+    packing_of,
+    target_names,
+    unpack,
+)
 from moe_core.checkpoint.adapters.settings import Settings
 from moe_core.checkpoint.config import inside, read_json
 from moe_core.checkpoint.storage import read_tensor
@@ -139,6 +147,7 @@ def write_adapter(path: str | os.PathLike[str], adapter: Adapter, *, packing: st
     tensors = dict(adapter.others)
     for name, layer in layers.items():
         tensors |= pack(name, layer, packing, adapter.base)
+        tensors |= pack_router(name, layer.router, adapter.names.get("router", "gate"), packing)
     save = file_writer(".safetensors files")
     metadata = {"format": "pt"} | ({} if packing == "peft" else {_KEY: packing})
     directory.mkdir(parents=True, exist_ok=True)
@@ -150,7 +159,8 @@ def write_adapter(path: str | os.PathLike[str], adapter: Adapter, *, packing: st
 def _anew(adapter: Adapter, packing: str) -> tuple[dict[str, ExpertAdapter], dict[str, Any]]:
     """Layers with one rank, and the settings for them."""
     form, base = PACKINGS[packing], adapter.base
-    pairs = [pair for layer in adapter.layers.values() for pair in layer.pairs().values()]
+    every = [[*layer.pairs().values(), layer.router] for layer in adapter.layers.values()]
+    pairs = [pair for layer in every for pair in layer if pair is not None]
     scales = {float(scale) for pair in pairs for scale in pair.scale}
     if len(scales) != 1:
         raise Unsupported(
@@ -159,14 +169,21 @@ def _anew(adapter: Adapter, packing: str) -> tuple[dict[str, ExpertAdapter], dic
     halved = form.kind != "parameters"
     rank = max(pair.a.shape[-1] // (2 if halved and pair.separate else 1) for pair in pairs)
     layers = {
-        path: replace(layer, **{name: _of_rank(pair, rank, halved) for name, pair in layer.pairs().items()})
+        path: replace(
+            layer,
+            router=layer.router and _of_rank(layer.router, rank, False),
+            **{name: _of_rank(pair, rank, halved) for name, pair in layer.pairs().items()},
+        )
         for path, layer in adapter.layers.items()
     }
     kept = ("base_model_name_or_path", "task_type", "target_modules")
     settings: dict[str, Any] = {name: adapter.settings.get(name) for name in kept}
+    name = adapter.names.get("router", "gate")
+    routers = [f"{path.rpartition('.')[0]}.{name}" for path, layer in layers.items() if layer.router is not None]
     settings |= {"peft_type": "LORA", "r": rank, "lora_alpha": _number(scales.pop() * rank), "inference_mode": True}
     if form.kind == "parameters":
         targets = [f"{path}.{adapter.names[name]}" for path, layer in layers.items() for name in layer.pairs()]
+        targets += [f"{router}.weight" for router in routers]
         settings |= {"target_parameters": targets, "peft_version": _version(packing)}
         settings["target_modules"] = settings["target_modules"] or []
         for path, layer in layers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ class LoRAPair:
 
 @dataclass(frozen=True, eq=False)
 class ExpertAdapter:
-    """The adapter of one layer's experts. None: the product has none.
+    """The adapter of one layer's experts. None: the product has none. router: of the router, with one expert.
 
     gate_layout: of the columns of gate_up.b, `halves` or `interleaved`, as they lie in the base model's matrix. An
     ungated layer ignores it.
@@ -53,6 +54,7 @@ class ExpertAdapter:
     gate_up: LoRAPair | None
     down: LoRAPair | None
     gate_layout: str = "halves"
+    router: LoRAPair | None = None
 
     def pairs(self) -> dict[str, LoRAPair]:
         pairs = {name: getattr(self, name) for name in PRODUCTS}
@@ -70,23 +72,26 @@ class ExpertAdapter:
         return replace(self, gate_up=replace(pair, b=b), gate_layout=gate_layout)
 
     def operands(self) -> dict[str, np.ndarray | None]:
-        """a1, b1, a2, b2, with R padded to a multiple of 16 by zeros, scale and ranks `[E]`, as the op takes them.
+        """a1, b1, a2, b2[, a_router, b_router], with R padded to a multiple of 16 by zeros, scale and ranks `[E]`, of a
+        router alone `[1]`, as the op takes them.
 
-        Raises Unsupported if the two products have different scales, because the op takes one.
+        Raises Unsupported if products have different scales, because the op takes one.
         """
-        pairs = list(self.pairs().values())
-        if not all(np.array_equal(pair.scale, pairs[0].scale) for pair in pairs):
+        router = {} if self.router is None else {"_router": self.router}
+        pairs = [*self.pairs().values(), *router.values()]
+        if not all((pair.scale == pairs[0].scale).all() for pair in pairs):
             scales = " and ".join(str(pair.scale[0]) for pair in pairs)
             raise Unsupported(
-                f"gate_up and down must have one scale, got {scales}; multiply the factor b of one product by the ratio"
+                f"gate_up, down and router must have one scale, got {scales}; multiply the factor b of one product by "
+                "the ratio"
             )
         size = -(-max(pair.a.shape[-1] for pair in pairs) // RANK_STEP) * RANK_STEP
         arrays: dict[str, np.ndarray | None] = {}
-        for number, pair in enumerate((self.gate_up, self.down), 1):
+        for number, pair in ({"1": self.gate_up, "2": self.down} | router).items():
             for name, axis in (("a", 2), ("b", 1)):
                 factor = None if pair is None else getattr(pair, name)
                 arrays[f"{name}{number}"] = None if factor is None else _padded(factor, axis, size)
-        ranks = np.max([pair.ranks for pair in pairs], axis=0)
+        ranks = functools.reduce(np.maximum, [pair.ranks for pair in pairs])
         return arrays | {"scale": pairs[0].scale, "ranks": ranks.astype(np.int32)}
 
 
@@ -133,8 +138,8 @@ class Adapter:
 
     base: of the experts, a `MoELayerSpec`, or a model's config as `layer_spec_from_config` takes it.
     layers: by the path of the experts' module, such as `model.layers.0.mlp.experts`. names: each product's parameter
-    there, such as `gate_up_proj`. settings: adapter_config.json. others: tensors of the file that belong to other
-    modules, unchanged.
+    there, such as `gate_up_proj`, and the router's module. settings: adapter_config.json. others: tensors of the file
+    that belong to other modules, unchanged.
     """
 
     base: Any

@@ -37,7 +37,7 @@ class Merged:
 
 
 def merge_adapter(weights: LayerWeights, adapter: ExpertAdapter, *, allow_losses: bool = False) -> Merged:
-    """W + scale a b of every expert, in float32 with one rounding. `Merged.base` undoes it, bit for bit.
+    """W + scale a b of every expert and the router, in float32 with one rounding. `Merged.base` undoes it, bit for bit.
 
     weights: in any storage, their experts plain or quantised. Quantised experts are quantised again in their format.
     allow_losses: accept an error of 1 or more. Raises InvalidInput otherwise, for shapes of another layer, and
@@ -60,7 +60,17 @@ def merge_adapter(weights: LayerWeights, adapter: ExpertAdapter, *, allow_losses
                     f"adapter adds, got False and the error {lost[worst]:.2f} of expert {worst}; merge into bf16 "
                     "weights, or keep the adapter apart"
                 )
-    return Merged(replace(weights, experts=replace(weights.experts, **fields)), weights, errors)
+    merged, pair, router = replace(weights, experts=replace(weights.experts, **fields)), adapter.router, weights.router
+    if pair is not None:
+        turn, shape = weights.spec.router_weight_layout == "out_in", (pair.a.shape[1], pair.b.shape[2])
+        if shape[:: -1 if turn else 1] != router.weight.shape:
+            raise InvalidInput(
+                f"router of the adapter must have the inputs and outputs of router.weight {router.weight.shape}, got "
+                f"{shape}; merge the adapter of this layer"
+            )
+        weight, _ = _changed(router.weight[None], turn, iter([pair.change(0)]), "router")
+        merged = replace(merged, router=replace(router, weight=weight[0]))
+    return Merged(merged, weights, errors)
 
 
 def _matrices(weights: LayerWeights, adapter: ExpertAdapter) -> Iterator[tuple[str, str, slice]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,7 @@ _OF_PARAMETER = re.compile(r"(?P<path>.+?)(?P<depth>(\.base_layer)*)\.lora_(?P<s
 _OF_PROJECTION = re.compile(
     r"(?P<path>(?:.+\.)?experts)\.(?:(?P<expert>\d+)\.)?(?P<name>\w+)\.lora_(?P<side>[AB])\.weight"
 )
+_OF_ROUTER = re.compile(r"(?P<path>.+)\.(?P<name>gate|router)\.lora_A\.weight")
 _OF_QWIX = re.compile(r"(?P<path>.+)[./](?P<name>\w+)_lora_(?P<side>[ab])")
 Tensors = Mapping[str, np.ndarray]
 
@@ -80,8 +82,23 @@ def unpack(tensors: Tensors, packing: str, settings: Settings, base: AdapterBase
     """The layers in a file's tensors, and the names of the tensors that are theirs."""
     form = PACKINGS[packing]
     if form.kind == "parameters":
-        return _unpack_parameters(tensors, packing, settings, base)
-    return _unpack_projections(tensors, form, settings, base)
+        found = _unpack_parameters(tensors, packing, settings, base)
+    else:
+        found = _unpack_projections(tensors, form, settings, base)
+    for key in tensors:
+        match = _OF_ROUTER.fullmatch(key.removeprefix(_PREFIX))
+        other = key.replace("lora_A.weight", "lora_B.weight")
+        if match is None or other not in tensors:
+            continue
+        (a, b), module = (tensors[key], tensors[other]), f"{match['path']}.{match['name']}"
+        if a.shape != (settings.rank(module), base.d_model) or b.shape != (base.num_experts, len(a)):
+            continue  # of another module, or of no router of this base
+        scale, path = settings.scale(module, len(a)), f"{match['path']}.experts"
+        pair = LoRAPair(a.T[None], b.T[None], np.full(1, scale, np.float32), np.full(1, len(a), np.int32))
+        held = found.layers.get(path, ExpertAdapter(None, None, base.gate_layout))
+        found.layers[path], found.names["router"] = replace(held, router=pair), match["name"]
+        found.used.update((key, other))
+    return found
 
 
 def target_names(path: str, settings: Settings, base: AdapterBase) -> list[str]:
@@ -323,6 +340,17 @@ def pack(path: str, adapter: ExpertAdapter, packing: str, base: AdapterBase) -> 
                     continue
                 for expert, array in enumerate(turned):
                     yield f"{_PREFIX}{path}.{expert}.{name}.lora_{side}.weight", array
+
+
+def pack_router(path: str, pair: LoRAPair | None, name: str, packing: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) of a router's factors, an ordinary module beside the experts."""
+    if pair is None:
+        return
+    if PACKINGS[packing].kind == "qwix":
+        raise Unsupported("factors of a router have no names in qwix, got some; write them in another packing")
+    root = f"{_PREFIX}{path.rpartition('.')[0]}.{name}"
+    for side, factor in (("A", pair.a), ("B", pair.b)):
+        yield f"{root}.lora_{side}.weight", np.ascontiguousarray(factor[0].T)
 
 
 def _projections(

@@ -135,6 +135,7 @@ def test_adapters_of_files(gate_layout: str) -> None:
     wide = ml_dtypes.bfloat16
     drawn = [random.standard_normal((4, *shape)).astype(wide) for shape in ((64, 6), (6, 128), (64, 3), (3, 64))]
     first, second = LoRAPair(*drawn[:2], scale, ranks, True), LoRAPair(*drawn[2:], scale, ranks // 2)
+    router = LoRAPair(drawn[2][:1], drawn[3][:1, :, :4], scale[:1], ranks[:1] // 2)
     lora = layer.add_lora(LoRA(3, max_rank=6))
     lora.load(0, ExpertAdapter(first, second, "halves"))
     assert lora.ranks[0].tolist() == [6] * 4 and lora.scale[0].tolist() == [0.5] * 4
@@ -143,6 +144,13 @@ def test_adapters_of_files(gate_layout: str) -> None:
     np.testing.assert_array_equal(gate, drawn[1][..., :64].astype(np.float32))
     lora.load(0, ExpertAdapter(None, second))
     assert not lora.a1.any() and lora.a2.any()
+    with pytest.raises(InvalidInput, match="got a_router, b_router"):
+        lora.load(0, ExpertAdapter(None, None, router=router))
+    lora = moe_torch.MoE(64, 64, 4, 2).add_lora(LoRA(3, targets=("down", "router")))
+    lora.load(0, ExpertAdapter(None, None, router=router))
+    assert lora.a_router.any() and not lora.a2.any() and lora.scale[0].tolist() == [0.5] * 4
+    lora.load(0, ExpertAdapter(None, second, router=router))
+    np.testing.assert_array_equal(lora.export(0).b_router, router.b.astype(np.float32))
 
 
 def test_training_one_adapter_changes_nothing_else() -> None:
