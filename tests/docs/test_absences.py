@@ -119,9 +119,6 @@ CLAIMS: list[tuple[str, str, list[Callable[[], Any]]]] = [
         lambda: layer(QUANTISED)(x(128, requires_grad=True)),
     ]),
     ("training.md", "A compiled or transformed step raises `Unsupported`", [compiled_main_grad]),
-    ("training.md", "Gradients of codes and scales, and a backward through quantised activations", [
-        lambda: layer(QUANTISED)(x(128, requires_grad=True)).sum().backward(),
-    ]),
 ]  # fmt: skip
 #: Part of a sentence -> the test that calls it, because it needs ranks, GPUs, other packages or a long setting.
 ELSEWHERE = {
