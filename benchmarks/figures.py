@@ -30,7 +30,7 @@ CURVES = {f"training-{place}.svg": f"training-curves-{place}.json" for place in 
 MONITORED = "monitor-cpu.json"
 #: Of links, and of expert-parallel layers; later ones last.
 MACHINES = ("machine-4-h200.json",)
-PARALLEL = tuple(f"parallel-{name}4-h200.json" for name in ("", "peer-", "shapes-", "qwen3-", "few-"))
+PARALLEL = tuple(f"parallel-{name}4-h200.json" for name in ("", "peer-", "shapes-", "qwen3-", "few-", "again-"))
 
 
 def draw(output: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import pathlib
@@ -25,8 +26,10 @@ from benchmarks import (
     modular,
     options,
     parallel,
+    parallel_ahead,
     parallel_rank,
     parallel_serve,
+    parallel_uses,
     peers,
     plain,
     rounding,
@@ -371,3 +374,12 @@ def test_red_parity_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "parity is red" in parallel_serve.attempt(bench.measure, cell)["error"]
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("mode", "training"), [("peer", True), ("all_to_all", False)])
+def test_kernels_of_ranks_are_found_without_a_gpu(mode: str, training: bool) -> None:
+    run = functools.partial(parallel_ahead.cell, parallel_uses._TINY, 48, mode, training)
+    kernels = {launch.kernel.name.rpartition(":")[2] for _, launch in parallel_ahead.kernels_of([run])}
+    way = {"push_tokens_once", "sum_results", "pull_weights", "push_rows", "weight_gradient", "routing_backward"}
+    wanted = way if training else {"count_sends", "place_sends", "gather_rows", "reduce"}
+    assert wanted | {"matmul_ogs", "route"} <= kernels
