@@ -7,8 +7,6 @@ Above, the loss of every step; below, how far the two are apart. Equal records g
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from benchmarks import theme
@@ -49,10 +47,3 @@ def draw(record: dict[str, Any]) -> Any:
     message = f"torch and Flax train alike: losses are at most {max(apart):.2g} nats apart"
     same = f"Steps with equal losses: {len(apart) - len(steps)} of {len(apart)}."
     return theme.finish(figure, message, [same, source_line(record)])
-
-
-def plot(record: Path, output: Path) -> Path:
-    """Write the figure of a record, as .svg or .png; returns the file."""
-    with theme.drawing(output.suffix[1:]):
-        theme.save(draw(json.loads(record.read_text())), output)
-    return output

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import bars, curves, monitored, parallel_figures, plot
+from benchmarks import bars, curves, monitored, parallel_figures, plot, theme
 from tools import brand, drawings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +37,8 @@ def draw(output: Path) -> list[Path]:
     """Write every figure into a folder; returns the files."""
     written = plot.plot([RESULTS / name for name in LINES], output)
     written += bars.plot([RESULTS / name for name in BARS], output)
-    written += [curves.plot(RESULTS / record, output / figure) for figure, record in CURVES.items()]
-    written.append(monitored.plot(RESULTS / MONITORED, output / "monitor.svg"))
+    written += [theme.plot(curves.draw, RESULTS / record, output / figure) for figure, record in CURVES.items()]
+    written.append(theme.plot(monitored.draw, RESULTS / MONITORED, output / "monitor.svg"))
     machines, layers = ([RESULTS / name for name in names] for names in (MACHINES, PARALLEL))
     written += parallel_figures.plot(machines, layers, output)
     return written + drawings.draw(output) + brand.draw(output)
@@ -48,8 +48,8 @@ def draw(output: Path) -> list[Path]:
 KINDS: dict[str, Callable[[list[Path], Path, str], list[Path]]] = {
     "plot": plot.plot,
     "bars": bars.plot,
-    "curves": lambda records, output, _: [curves.plot(records[0], output)],
-    "monitored": lambda records, output, _: [monitored.plot(records[0], output)],
+    "curves": lambda records, output, _: [theme.plot(curves.draw, records[0], output)],
+    "monitored": lambda records, output, _: [theme.plot(monitored.draw, records[0], output)],
 }
 
 

@@ -7,13 +7,9 @@ One panel of each run, under the other, so that a phone shows them: experts by s
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from benchmarks import theme
 
 #: Load over the mean at which the colour is full.
 _FULL = 4.0
@@ -49,10 +45,3 @@ def draw(record: dict[str, Any], layer: str = "blocks.0.moe") -> Any:
     bar.ax.tick_params(labelsize=8)
     pyplot.close(figure)
     return figure
-
-
-def plot(record: Path, output: Path) -> Path:
-    """Write the figure of a record, as .svg or .png; returns the file."""
-    with theme.drawing(output.suffix.removeprefix(".")):
-        theme.save(draw(json.loads(record.read_text())), output)
-    return output

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,10 @@ def save(figure: Any, path: Path) -> None:
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     before, tag, after = buffer.getvalue().partition("<defs>")
     path.write_text(f"{before}{STYLE}\n {tag}{after}".replace(_DRAWN, "currentColor"))
+
+
+def plot(draw: Callable[[dict[str, Any]], Any], record: Path, output: Path) -> Path:
+    """Write the figure that a function draws of one record, as .svg or .png; returns the file."""
+    with drawing(output.suffix[1:]):
+        save(draw(json.loads(record.read_text())), output)
+    return output

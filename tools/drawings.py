@@ -1,7 +1,5 @@
 """Drawings of the documents, as SVG: how logits become ids, rows, products and sums, the modular kernel's parts,
-expert parallelism, and the way from layer to kernel.
-
-    python -m tools.drawings docs/figures
+expert parallelism, and the way from layer to kernel. `make figures` draws them.
 
 The numbers are those of the worked example of docs/user/routing.md, computed by the NumPy reference. Every expert has a
 colour. Text and lines have the colour of the page, light or dark.
@@ -9,8 +7,6 @@ colour. Text and lines have the colour of the page, light or dark.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -192,14 +188,3 @@ def draw(output: Path) -> list[Path]:
     for name, drawing in found.items():
         (output / f"{name}.svg").write_text(drawing.svg())
     return [output / f"{name}.svg" for name in found]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw into the named folder."""
-    (folder,) = sys.argv[1:] if arguments is None else arguments
-    print("\n".join(map(str, draw(Path(folder)))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
