@@ -50,25 +50,29 @@ _WHOLE = PartitionSpec()
 _OF_EXPERTS = tuple(f"operands.{name}" for name in ("weight", "up", "bias", "up_bias"))
 
 
-def on_every_device(fix: str, *small: str) -> Callable[[_Op], _Op]:
-    """Decorate an op that needs all of its arrays. small: arguments that a mesh gathers for it. fix: for others that
-    are split, the end of the message."""
+def _on_mesh(run: Callable[[Callable[..., Any], dict[str, Any], AbstractMesh], Any]) -> Callable[[_Op], _Op]:
+    """Decorate an op so that `run` (the op, its arguments by name, the mesh) takes its place on a mesh."""
 
     def decorate(op: _Op) -> _Op:
         signature = inspect.signature(op)
 
         @functools.wraps(op)
         def spread(*arrays: Any, **options: Any) -> Any:
-            if any(map(is_on_mesh, jax.tree.leaves((arrays, options)))):
-                given = signature.bind(*arrays, **options).arguments
-                mesh = mesh_of(jax.tree.leaves(given))
-                if mesh is not None:
-                    return _whole(op, given, mesh, small, fix)
-            return op(*arrays, **options)
+            if not any(map(is_on_mesh, jax.tree.leaves((arrays, options)))):
+                return op(*arrays, **options)
+            given = signature.bind(*arrays, **options).arguments
+            mesh = mesh_of(jax.tree.leaves(given))
+            return op(**given) if mesh is None else run(op, given, mesh)
 
         return cast(_Op, spread)
 
     return decorate
+
+
+def on_every_device(fix: str, *small: str) -> Callable[[_Op], _Op]:
+    """Decorate an op that needs all of its arrays. small: arguments that a mesh gathers for it. fix: for others that
+    are split, the end of the message."""
+    return _on_mesh(lambda op, given, mesh: _whole(op, given, mesh, small, fix))
 
 
 def _is_split(array: Any, mesh: AbstractMesh) -> bool:
@@ -97,25 +101,14 @@ def _whole(op: Callable[..., Any], given: dict[str, Any], mesh: AbstractMesh, sm
 def over_slots(of_layout: Callable[[dict[str, Any]], _Way | None], fix: str) -> Callable[[_Op], _Op]:
     """Decorate an op that reads a layout. of_layout: (its arguments) -> how its rows are split."""
 
-    def decorate(op: _Op) -> _Op:
-        signature = inspect.signature(op)
-        whole = functools.partial(_whole, op, small=(), fix=fix)
+    def run(op: Callable[..., Any], given: dict[str, Any], mesh: AbstractMesh) -> Any:
+        # The op itself refuses other types.
+        if not isinstance(given["layout"], (RaggedLayout, NoneType)):
+            return op(**given)
+        way = of_layout(given)
+        return _whole(op, given, mesh, (), fix) if way is None else way.run(op, given, mesh)
 
-        @functools.wraps(op)
-        def spread(*arrays: Any, **options: Any) -> Any:
-            if not any(map(is_on_mesh, jax.tree.leaves((arrays, options)))):
-                return op(*arrays, **options)
-            given = signature.bind(*arrays, **options).arguments
-            mesh = mesh_of(jax.tree.leaves(given))
-            # The op itself refuses other types.
-            if mesh is None or not isinstance(given["layout"], (RaggedLayout, NoneType)):
-                return op(**given)
-            way = of_layout(given)
-            return whole(given, mesh) if way is None else way.run(op, given, mesh)
-
-        return cast(_Op, spread)
-
-    return decorate
+    return _on_mesh(run)
 
 
 @dataclass(frozen=True)
