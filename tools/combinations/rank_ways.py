@@ -73,7 +73,8 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
             ids, weights = (one if one is None or not shared_out else one[here] for one in (ids, weights))
             routing = trace.LayerRouting(ids, weights, case.E)
             own = {name: array for name, array in own.items() if name != "ids" or case.given_ids}
-        layer, call = _through(row, run_torch.layer_of(case, given), group)
+        with torch.autocast("cpu", enabled=False):  # DDP joins no float16
+            layer, call = _through(row, run_torch.layer_of(case, given), group)
         found, captured = traced(row, routing, lambda: _step(half, own, layer, call))
     wrong = []
     if captured is not None and not torch.equal(captured.ids, found["ids"]):
