@@ -17,7 +17,7 @@ def autocast(tensor: Any, name: str = "x") -> Any:
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
         return tensor
-    kind = "cuda" if tensor.is_cuda else "cpu"
+    kind = autocast_device(tensor)
     if not torch.is_autocast_enabled(kind) or (name.endswith("bias") and tensor.dtype == torch.float32):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
@@ -25,7 +25,12 @@ def autocast(tensor: Any, name: str = "x") -> Any:
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype of a tensor that `torch.autocast` casts, on the device of this one."""
-    return torch.get_autocast_dtype(tensor.device.type) if tensor.dtype in _AUTOCAST_DTYPES else tensor.dtype
+    return torch.get_autocast_dtype(autocast_device(tensor)) if tensor.dtype in _AUTOCAST_DTYPES else tensor.dtype
+
+
+def autocast_device(tensor: torch.Tensor) -> str:
+    """The kind of device that torch.autocast is asked of: it knows no `meta`."""
+    return "cuda" if tensor.is_cuda else "cpu"
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from moe_torch.layers.block_names import BlockArray
 from moe_torch.layers.block_router import choose_as_block
 from moe_torch.layers.blocks import act_as_block, block_weights
 from moe_torch.layers.calls import held_arrays, output_of, rows_of, seen_output, tensors_of
-from moe_torch.layers.casts import autocast, autocast_dtype
+from moe_torch.layers.casts import autocast, autocast_device, autocast_dtype
 from moe_torch.layers.initial import initialize, load_own, require_dtype, share_out
 from moe_torch.layers.lora.slots import adapters_of, run_with_adapters
 from moe_torch.layers.losses import router_losses
@@ -290,7 +290,7 @@ class MoE(PlannedLayer):
         if staged and is_gathered(self._modules["experts"]):
             # Its call compares x with experts.
             dtype = x.dtype
-        if torch.is_autocast_enabled("cuda" if arrays[self._like_place].is_cuda else "cpu"):
+        if torch.is_autocast_enabled(autocast_device(arrays[self._like_place])):
             key, x, dtype = self._cast_key, self._autocast(x, arrays, staged), autocast_dtype(arrays[self._like_place])
             gate_inputs = gate_inputs if gate_inputs is None else gate_inputs.to(x.dtype)
             if tensors is not None:

@@ -21,6 +21,7 @@ from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.operator import call_first
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.bridge.private import transforming
+from moe_torch.layers.casts import autocast_device
 from moe_torch.layers.lora.stages import LowRank, run_stages
 from moe_torch.operators.requests import moe_request
 
@@ -126,7 +127,7 @@ def experts_forward(
 
 def returned(output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The output in the dtype of hidden states, under autocast as it is."""
-    return output if torch.is_autocast_enabled(output.device.type) else _cast(output, dtype)
+    return output if torch.is_autocast_enabled(autocast_device(output)) else _cast(output, dtype)
 
 
 def options_of(experts: Any) -> ExpertsOptions:
@@ -136,8 +137,8 @@ def options_of(experts: Any) -> ExpertsOptions:
 def operands_of(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, ExpertWeights, TopK, MoESpec]:
-    options, device = options_of(experts), hidden_states.device.type
-    if device == "cpu" and not torch.compiler.is_compiling() and not transforming():
+    options, device = options_of(experts), autocast_device(hidden_states)
+    if hidden_states.is_cpu and not torch.compiler.is_compiling() and not transforming():
         _align(experts)
     is_fp8, is_packed, activations = _is_fp8(experts), _is_packed(experts), None
     _require_options(experts, options, is_fp8 or is_packed)

@@ -207,3 +207,7 @@ def test_float64_models_run_in_float64() -> None:
         held = dict(model.named_parameters())
         changes = torch.func.grad(lambda held: torch.func.functional_call(model, held, (ids,)).logits.sum())(held)
         assert all(torch.equal(changes[name], one.grad) for name, one in held.items() if one.grad is not None)
+    experts = next(module for module in model.to("meta").modules() if hasattr(module, "is_transposed"))
+    with torch.device("meta"):
+        rows, chosen = torch.empty(3, model.config.hidden_size, dtype=torch.float64), torch.zeros(3, 2)
+        assert experts(rows, chosen.long(), chosen).is_meta

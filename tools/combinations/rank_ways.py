@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import moe_torch
 from moe_torch import MoE, trace
 from moe_torch.parallel import ExpertParallel, parallelize
 from tools.combinations.cover import Row
@@ -27,7 +28,7 @@ from tools.combinations.torch_ways import autocast, traced
 from tools.fuzz import run_torch
 from tools.fuzz.case import Case
 from tools.fuzz.data import TORCH, is_parameter
-from tools.fuzz.engines import Results, call_arrays, layer_name, running_on, trained
+from tools.fuzz.engines import Results, call_arrays, layer_name, routed_ids, running_on, trained
 
 #: Units of the largest number that sums in another order, or rounded parts of them, may be apart.
 _APART = {"float32": 512, "float64": 512, "bfloat16": 16, "float16": 16}
@@ -70,6 +71,8 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
             weights = None if row["trace"] == "replay ids" else wanted["weights"]
             # Ids before a capacity drops some.
             ids = inputs["ids"] if weights is None and base.given_ids else wanted["ids"]
+            if weights is None and base.capacity and not base.given_ids:
+                ids = routed_ids(base, moe_torch.ops, inputs, wanted["logits"])
             ids, weights = (one if one is None or not shared_out else one[here] for one in (ids, weights))
             routing = trace.LayerRouting(ids, weights, case.E)
             own = {name: array for name, array in own.items() if name != "ids" or case.given_ids}
