@@ -319,9 +319,8 @@ def _with_adapters_beyond_experts(moe: Callable[..., MoEOutput]) -> Callable[...
         lora = more.get("lora")
         if not isinstance(lora, LoRAFactors) or not lora.beyond_experts:
             return moe(x, experts, routing, spec, **more)
-        more = {"token_mask": None, "shared": None, "checked": False} | more
-        lora, ids = more.pop("lora"), more.pop("adapter_ids", None)
-        return run_beyond_experts(ARRAYS, x, experts, routing, spec, lora, ids, more)
+        more = {"token_mask": None, "shared": None, "checked": False, "adapter_ids": None} | more
+        return run_beyond_experts(ARRAYS, (x, experts, routing), spec, more.pop("lora"), more)
 
     return adapted
 

@@ -353,7 +353,7 @@ def moe(
         require_checkable(checked)
     if isinstance(lora, LoRAFactors) and lora.beyond_experts:
         more = {"token_mask": token_mask, "expert_map": expert_map, "shared": shared, "checked": checked}
-        return run_beyond_experts(ARRAYS, x, experts, routing, spec, lora, adapter_ids, more)
+        return run_beyond_experts(ARRAYS, (x, experts, routing), spec, lora, more | {"adapter_ids": adapter_ids})
     results = call(*moe_request(
         x, experts, routing, spec, token_mask=token_mask, expert_map=expert_map, shared=shared, lora=lora,
         adapter_ids=adapter_ids,

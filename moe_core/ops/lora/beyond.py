@@ -101,19 +101,10 @@ def shared_output(of: Any, x: Any, shared: Any, spec: MoESpec, lora: Any = None,
     return of.like(y * of.sigmoid(of.ops.router(x, shared.gate, spec=spec.shared_gate_spec())), y)
 
 
-def run_beyond_experts(
-    of: Any,
-    x: Any,
-    experts: Any,
-    routing: Any,
-    spec: MoESpec,
-    lora: LoRAFactors,
-    adapter_ids: Any,
-    more: dict[str, Any],
-) -> Any:
-    """`moe` with factors of the router or the shared expert. more: its other arguments."""
+def run_beyond_experts(of: Any, operands: tuple[Any, Any, Any], spec: MoESpec, lora: LoRAFactors, more: Any) -> Any:
+    """`moe` with factors of the router or the shared expert. operands: x, experts, routing. more: other arguments."""
+    (x, experts, routing), mask, adapter_ids = operands, more["token_mask"], more.pop("adapter_ids")
     _check(routing, spec, lora, adapter_ids, more)
-    mask = more["token_mask"]
     ids, invalid = known_adapters(of, lora, adapter_ids, mask)
     own, dropout, changed, shared = lora.of_experts(), spec.lora_dropout, {}, more["shared"]
     if lora.a_router is not None:
@@ -130,7 +121,7 @@ def run_beyond_experts(
     if own is None:
         changed["invalid_ids"] = result.invalid_ids + invalid
     if visited is not None:
-        changed["output"] = of.like(of.like(result.output, invalid * 1.0) + visited, result.output)
+        changed["output"] = of.like(of.like(result.output, lora.scale) + visited, result.output)
     return result._replace(**changed)
 
 
