@@ -63,9 +63,8 @@ def _rename(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> No
     for array in layer.block_arrays if prefix else ():
         held = state.pop(prefix + array.name, None)
         if held is not None:
-            parts = array.split(held)
             # Writers of files take views of one storage for tied weights, and leave out all but one.
-            parts = [part.clone() for part in parts] if len(parts) > 1 else parts
+            parts = [part.clone() if len(array.names) > 1 else part for part in array.split(held)]
             state |= {prefix + name: part for name, part in zip(array.names, parts, strict=True)}
 
 

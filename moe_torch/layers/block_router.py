@@ -26,7 +26,7 @@ class BlockRouter:
 
         Raises Unsupported if its router does not return it, or is not all that makes the layer's logits.
         """
-        if has_own_call(layer.router):
+        if has_own_call(layer.router) or (layer.lora is not None and "router" in layer.lora.options.targets):
             raise Unsupported(
                 "block_router must be False where layer.router has an adapter, a hook or another forward, which the "
                 f"block's choice would not follow, got {type(layer.router).__name__}; leave block_router out, or leave "

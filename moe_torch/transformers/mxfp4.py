@@ -10,6 +10,7 @@ from moe_core.formats import MXFP4, QuantizedSpec, QuantizedTensor
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights
 from moe_torch import ops
+from moe_torch.layers.casts import autocast_device
 from moe_torch.transformers.experts import given_routing
 
 _GROUP = 32
@@ -44,10 +45,8 @@ class Mxfp4Experts(torch.nn.Module):
     ) -> torch.Tensor:
         """Output `[T, D]` in the dtype of hidden_states `[T, D]`. Ids outside [0, E) are no expert."""
         options: Any = self.moebius_options
-        device = hidden_states.device.type
-        dtype = hidden_states.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        device = autocast_device(hidden_states)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         activation = Activation("swiglu_oai", gate_layout="interleaved", alpha=self.alpha, limit=self.limit)
         spec = MoESpec(activation, weight_layout="out_in", tuning=options.tuning, allow_tf32=options.allow_tf32)
         weights = ExpertWeights(

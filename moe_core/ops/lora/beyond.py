@@ -66,8 +66,8 @@ def _change(of: Any, rows: Any, pair: Any, spec: MoESpec, adapters: Any, number:
     return of.where(has[:, None], of.ops.matmul_ogs(MatmulOperands(low, of.like(b, low)), layout, product), 0)
 
 
-def _wide(array: Any) -> str:
-    return "float64" if str(array.dtype).endswith("float64") else "float32"
+def _wide(array: Any) -> str | None:
+    return None if str(array.dtype).endswith("float64") else "float32"
 
 
 def adapted_logits(of: Any, rows: Any, router: RouterWeights, spec: MoESpec, lora: Any) -> Any:

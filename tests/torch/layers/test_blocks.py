@@ -11,7 +11,7 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parity.tolerance import assert_close
-from moe_torch import MoE, layer_spec_from_config
+from moe_torch import LoRA, MoE, layer_spec_from_config
 from moe_torch.layers.block_names import BlockArray
 from tests.support.families import tiny
 from tests.support.layers import tolerances
@@ -352,6 +352,10 @@ def test_the_blocks_router_chooses_in_bfloat16(family: str) -> None:
     with pytest.raises(Unsupported, match=r"block_router must be False where layer\.router has an adapter, a hook or"):
         layer(x)
     handle.remove()
+    layer.add_lora(LoRA(2, targets=("router",)))
+    with pytest.raises(Unsupported, match=r"block_router must be False where layer\.router has an adapter, a hook or"):
+        layer(x)
+    layer.lora = None
     layer.set_submodule("router", torch.nn.Sequential(layer.router))
     with pytest.raises(Unsupported, match="would not follow, got Sequential; leave block_router out"):
         layer(x)

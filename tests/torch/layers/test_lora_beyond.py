@@ -236,3 +236,15 @@ def test_refusals() -> None:
             moe_torch.moe(**given_ | change)
     with pytest.raises(Unsupported, match=r"lora\.a_router must be None here"):
         moe_torch.explain_moe(**given_)
+
+
+def test_float64() -> None:
+    spec = MoELayerSpec(8, 4, 3, 2, shared_experts=SharedExpertsSpec(4, gate=True))
+    layer, x = moe_torch.MoE.from_spec(spec, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    names = [f"lora.{name}" for name in layer.add_lora(LoRA(2, targets=tuple(TARGETS))).present()]
+    factors = [torch.randn_like(layer.get_parameter(name), requires_grad=True) for name in names]
+
+    def call(*factors: Any) -> Any:
+        return torch.func.functional_call(layer, dict(zip(names, factors, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(call, factors, fast_mode=True)
