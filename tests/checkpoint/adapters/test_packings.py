@@ -257,6 +257,15 @@ def test_rslora_and_patterns() -> None:
     np.testing.assert_allclose(pair.scale, 5 / R**0.5)
 
 
+def test_the_router_has_its_factors_and_scale() -> None:
+    a, b = np.arange(R * D, dtype=np.float32).reshape(R, D), np.arange(E * R, dtype=np.float32).reshape(E, R)
+    gate = {f"{PREFIX}model.layers.7.mlp.gate.lora_{name}.weight": array for name, array in (("A", a), ("B", b))}
+    pair = read(nested(factors(base())) | gate).layer(7).router
+    assert (pair.scale.tolist(), pair.ranks.tolist()) == ([5 / R], [R])
+    np.testing.assert_array_equal(pair.a[0], a.T)
+    np.testing.assert_array_equal(pair.b[0], b.T)
+
+
 @pytest.mark.parametrize(
     "entry",
     [{"use_dora": True}, {"init_lora_weights": "pissa_niter_4"}, {"bias": "all"}, {"peft_type": "LOHA"},
