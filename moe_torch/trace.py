@@ -351,7 +351,8 @@ class _Observer(private.TorchDispatchMode):
         if not known or WATCH.hidden or (private.in_backward() and not self._recomputes):
             return func(*args, **(kwargs or {}))
         if func in _ROUTERS:
-            return self._route(func, args, kwargs or {})
+            # Under DistributedDataParallel, compilers run routers here, and the program runs them again.
+            return func(*args, **(kwargs or {})) if private.compiles() else self._route(func, args, kwargs or {})
         x = args[0]
         if private.is_fake(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise Unsupported(

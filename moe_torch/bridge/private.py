@@ -111,6 +111,7 @@ BelowAutograd = _named("_C._AutoDispatchBelowAutograd")
 #: True if torch does not tell: the caller then asks for its device.
 any_autocast: Callable[[], bool] = _named("_C._is_any_autocast_enabled", lambda: True)
 _executes = _named("_C._will_engine_execute_node")
+compiles: Callable[[], Any] = _named("_guards.TracingContext.try_get", lambda: None)  # not None in Dynamo
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
 #: Returns True if the current backward may run again, or torch does not tell. `transforming`: None if it does not.
 keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
@@ -164,8 +165,7 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 
 
 def allocator(device: torch.device) -> Allocator:
-    """Inductor's allocation on the current device, in a third of the time of `torch.empty`. In deterministic mode, and
-    for another device, `torch.empty_strided`."""
+    """Inductor's allocation on the current device, elsewhere and in deterministic mode `torch.empty_strided`."""
     if not _deterministic():
         index = device.index
         if index is None:

@@ -18,8 +18,10 @@ from tools.combinations.rank_ways import examine_all
 __all__ = ["ranks"]
 
 ARRAY = cover(RANKS)
-#: The last of three that pairs alone do not hold.
-ROWS = [*rows(RANKS), ARRAY.plainest([("parallel", "experts"), ("compile", "on"), ("autocast", "bfloat16")])]
+ROWS = rows(RANKS)
+#: Three together, which pairs do not hold.
+ROWS += [ARRAY.plainest([("parallel", "experts"), ("compile", "on"), ("autocast", "bfloat16")])]
+ROWS += [ARRAY.plainest([("parallel", "DDP"), ("compile", "on"), ("trace", "replay"), ("norms", "router")])]
 _OF_GLOO = "Invalid scalar type"
 #: Rows of one call: all of them would be longer than the ranks may take.
 _TOGETHER = 4

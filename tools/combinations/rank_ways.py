@@ -71,7 +71,7 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
             weights = None if row["trace"] == "replay ids" else wanted["weights"]
             # Ids before a capacity drops some.
             ids = inputs["ids"] if weights is None and base.given_ids else wanted["ids"]
-            if weights is None and base.capacity and not base.given_ids:
+            if weights is None and base.capacity and not (base.given_ids or base.table):
                 ids = routed_ids(base, moe_torch.ops, inputs, wanted["logits"])
             ids, weights = (one if one is None or not shared_out else one[here] for one in (ids, weights))
             routing = trace.LayerRouting(ids, weights, case.E)
