@@ -144,6 +144,8 @@ def test_masks_maps_and_absent_ids() -> None:
 def test_engines_have_equal_bits_where_sums_are_exact(tokens: int) -> None:
     problem = draw(MoESpec(PLAIN), tokens=tokens, ranks=(3, 0, 16, 7), exact=True, biased=False)
     problem = dataclasses.replace(problem, lora=dataclasses.replace(problem.lora, scale=np.ones((4, 3), np.float32)))
+    assert not problem.lora.beyond_experts
+    assert dataclasses.replace(problem.lora, a1_shared=problem.lora.a1).beyond_experts
     names = ("d_x", *(f"d_lora.{name}" for name in PAIRS), "d_routing.weights")
     one, other = (problem.forward(t, save=True) | problem.backward(t, names) for t in (REFERENCE, engine_target()))
     assert set(one) == set(other)

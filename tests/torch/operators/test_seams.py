@@ -96,6 +96,8 @@ def test_requests_name_what_could_be_swapped() -> None:
         requests.moe_request(x, experts, routing, spec, x, x)  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional argument"):
         bridge.call(stages.ROUTER, x, x, None, None)  # type: ignore[call-arg]
+    with pytest.raises(moe_torch.InvalidInput, match="operands must be a MatmulOperands, got Tensor"):
+        requests.matmul_request(x, None, None)  # type: ignore[arg-type]
     others: list[Any] = [None] * (len(stages.ROUTER.names) - 2)
     with pytest.raises(moe_torch.Unsupported, match="takes ordinary CPU and CUDA tensors, got Tensor"):
         stages.ROUTER._refuse_backend(x, None, *others, "")
