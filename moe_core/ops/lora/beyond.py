@@ -44,7 +44,8 @@ def known_adapters(of: Any, lora: LoRAFactors, ids: Any, token_mask: Any = None)
     known = named & (lora.ranks > 0).any(1)[of.index(of.where(named, ids, 0))]
     wrong = ~known & (ids != -1)
     if token_mask is not None:
-        known, wrong = known & token_mask, wrong & token_mask
+        # A masked token still visits the shared expert, and so its adapter.
+        wrong = wrong & token_mask
     return of.where(known, ids, -1), of.like(wrong.sum(), ids).reshape(1)
 
 

@@ -107,8 +107,8 @@ def test_the_op_and_its_gradients(tokens: int, slots: int, rank: int, seed: int,
         for visits in (True, False):
             rows = (ids == slot) if mask is None else (ids == slot) & (mask == visits)
             if rows.any() and (visits or mask is not None):
-                # A masked token has no adapter.
-                call = merged(given_, slot if visits else -1)
+                # A masked token has the shared expert's adapter, as merged weights have it.
+                call = merged(given_, slot)
                 held = None if visits else torch.zeros(int(rows.sum()), dtype=torch.bool)
                 one = moe_torch.moe(given_["x"][rows].double(), **call, token_mask=held)
                 wanted, logits = wanted.clone(), logits.clone()
