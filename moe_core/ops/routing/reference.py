@@ -51,8 +51,7 @@ def _mask_groups(scores: np.ndarray, keys: np.ndarray, spec: RouterSpec, pairs: 
 def softmax_and_log_sum(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """fp32 softmax and logsumexp `[.., 1]` along the last axis. A NaN or +inf makes its row NaN."""
     shares, highest, total = _softmax_parts(logits)
-    with np.errstate(all="ignore"):
-        return shares, highest + np.log(total)
+    return shares, highest + np.log(total)
 
 
 def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
