@@ -1,4 +1,7 @@
-"""Declarations of kernels say what their sources do. Only text is read: no kernel is imported."""
+"""Declarations of kernels say what their sources do. Only text is read: no kernel is imported.
+
+And aggregates, which kernels make of their arguments, take their fields in order.
+"""
 
 from __future__ import annotations
 
@@ -125,3 +128,13 @@ def test_sizes_of_tiles_are_powers_of_two() -> None:
     sizes += [size for name, choices in portable.CHOICES.items() if name.startswith("block") for size in choices]
     sizes += [reduction._FEW_COLUMNS, *reduction._MANY_COLUMNS, rows._MANY, rows._MANY_COLUMNS, rows._WIDEST_GROUP]
     assert not [size for size in sizes if size < 1 or size & (size - 1)]
+
+
+def test_aggregates_take_their_fields_in_order() -> None:
+    from moe_core.ops.common.kernels.aggregates import Schedule, Tiles
+
+    schedule, tiles = Schedule(*range(5)), Tiles(*range(4))
+    assert (schedule.GROUP_M, schedule.SPREAD, tiles.left, tiles.results) == (4, 1, 0, 3)
+    assert Schedule(*range(6)).SPREAD == 5
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        Schedule(*range(7))

@@ -274,18 +274,20 @@ def test_gradients_of_the_base_are_computed_only_if_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dropout", "kernels", "reason"),
+    ("tokens", "dropout", "slots", "kernels", "reason"),
     [
-        (512, 0.0, {"sm90": 4}, "not the sm90"),
-        (16, 0.0, {"portable": 4}, "it wins from 48 rows per expert"),
-        (512, 0.5, {"sm90": 2, "portable": 2}, "dropout masks what its tail of adapters adds"),
+        (512, 0.0, 3, {"sm90": 4}, "not the sm90"),
+        (16, 0.0, 3, {"portable": 4}, "it wins from 48 rows per expert"),
+        (512, 0.5, 3, {"sm90": 2, "portable": 2}, "dropout masks what its tail of adapters adds"),
+        (512, 0.0, 129, {"portable": 4}, "its tail has at most 128 slots of adapters, got 129"),
     ],
     ids=str,
 )
 def test_explain_says_which_kernels_add_tails(
-    tokens: int, dropout: float, kernels: dict[str, int], reason: str
+    tokens: int, dropout: float, slots: int, kernels: dict[str, int], reason: str
 ) -> None:
-    problem = draw(MoESpec(OAI, lora_dropout=dropout), sizes=(128, 128, 4, 2), tokens=tokens, dtype="bfloat16")
+    spec, sizes, ranks = MoESpec(OAI, lora_dropout=dropout), (128, 128, 4, 2), (16,) * slots
+    problem = draw(spec, sizes=sizes, tokens=tokens, ranks=ranks, dtype="bfloat16")
     specs = problem.specs
     options = ForwardOptions(save=True, lora=specs.lora, adapter_ids=specs.adapter_ids)
     gradients = OutputGradients(specs.x)

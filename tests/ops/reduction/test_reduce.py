@@ -12,7 +12,7 @@ from moe_core.base import dtypes
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.reduction import reference
-from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows
+from moe_core.ops.reduction.reduce import plan_reduce, plan_scale_rows, unrolled
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parity.tolerance import EXACT, assert_close
@@ -67,6 +67,7 @@ def test_matches_the_reference(num_tokens, top_k, width, kind, order, dtype, out
 @pytest.mark.parametrize("top_k", [3, 5, 16, 17, 20])  # loops are unrolled up to 16
 def test_sums_in_slot_order_bit_by_bit(top_k: int, order: str, engine: str | None) -> None:
     """Against a sum one by one. No other order, the reverse one neither, gives these bits."""
+    assert unrolled(top_k) is (top_k <= 16)
     random, layout, width = np.random.default_rng(top_k), LayoutSpec(7, top_k, 20), 40
     y = (
         random.standard_normal((layout.num_slots, width), np.float32)

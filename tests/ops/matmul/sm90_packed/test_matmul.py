@@ -141,6 +141,7 @@ def test_configurations(activation: Activation | None) -> None:
     for height, rows in HEIGHTS.items():
         config = mixed_input_config(rows, weight, spec, SM_90)
         assert config.block_m == height and config.num_stages >= 3
+        assert config.block_k == (256 if height <= 32 else 128)
         assert why_illegal_mixed_input(config, weight, spec, SM_90) is None
         for change, reason in (
             ({"block_m": 48}, "block_m must be one of 16, 32, 64, 128"),
