@@ -216,12 +216,6 @@ class _NoMode:
             "; install a tested torch, as in docs/user/start.md"
         )
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
 
 TorchDispatchMode: Any = _named("utils._python_dispatch.TorchDispatchMode", _NoMode)
 

@@ -142,6 +142,7 @@ def test_bitmatrix_says_which_experts_exist() -> None:
     logits = normal(T, E)
     values, ids, bits = topk(logits, TOPK, n_rows=7)
     assert bits.shape == [7, 32] and bits.shape_max == [T, 32] and ids.dtype == torch.int32
+    assert bits.device == logits.device
     require_routing(routing_from_bitmatrix(bits, values, ids, E, TOPK), stated_routing(logits.numpy(), TOPK, n_rows=7))
     counts, partials = bits.sum(4)
     assert partials.shape == (3, 32)
@@ -193,7 +194,8 @@ def doubles(options: dict[str, Any]) -> dict[str, Any]:
 def options_of(kind: str, num_matrices: int, rows: int) -> dict[str, Any]:
     if kind == "plain":
         return {"bias": None}
-    options: dict[str, Any] = {"bias": normal(num_matrices, N), "gammas": normal(rows, seed=1)}
+    gammas = normal(rows, seed=1).to(torch.bfloat16 if kind == "fused" else torch.float32)
+    options: dict[str, Any] = {"bias": normal(num_matrices, N), "gammas": gammas}
     if kind == "everything":
         options |= {"betas": normal(rows, seed=2), "out_alpha": 0.5}
     if kind != "scaled":

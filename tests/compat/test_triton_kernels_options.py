@@ -114,6 +114,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     },
 }
 INVALID: dict[str, dict[str, Any]] = {
+    "fused_activation must be": {"fused_activation": foreign_function},
     "reduction_n": {"fused_activation": dataclasses.replace(SWIGLU, reduction_n=1)},
     "without a function": {"fused_activation": ours.FusedActivation(fn_args=(1.0,))},
     "reduction_n 1 and no fn_args": {"fused_activation": ours.FusedActivation(reduction_n=2)},

@@ -156,8 +156,8 @@ def test_hard_inputs() -> None:
 def test_ids_outside_of_the_experts_are_none() -> None:
     """transformers marks experts of other processes so."""
     watch = Watch(Sampling(), torch.zeros(E + BEHIND, dtype=torch.int64), torch.zeros(2), None, 1, False)
-    watch(ids=torch.tensor([[0, -1], [E, 2], [E + 5, 2], [-7, E - 1]]))
-    assert watch.counts.tolist() == [1, 0, 2, 0, 0, 1, 4, 0, 0, 0] and watch.top_k == 2
+    watch(ids=torch.tensor([[0, -1], [E, 2], [E + 5, 2], [-7, E - 1]]), overflow=torch.tensor([3]))
+    assert watch.counts.tolist() == [1, 0, 2, 0, 0, 1, 4, 0, 3, 0] and watch.top_k == 2
 
 
 def test_bits_copies_and_files_of_a_watched_layer() -> None:
