@@ -43,7 +43,11 @@ def test_integers() -> None:
 def test_finite_numbers() -> None:
     largest = float(np.finfo(np.float32).max)
     found = [checks.finite_float("a", value) for value in (-0.0, 3, np.float64(-largest), largest)]
-    assert found == [0.0, 3.0, -largest, largest] and math.copysign(1, found[0]) == 1 and type(found[1]) is float
+    assert (
+        found == [0.0, 3.0, -largest, largest]
+        and math.copysign(1, found[0]) == 1
+        and {type(one) for one in found} == {float}
+    )
     for value in (math.inf, -math.inf, math.nan, 1j, "1", None, True, [1.0], np.ones(1)):
         with pytest.raises(InvalidInput, match="a must be finite, got"):
             checks.finite_float("a", value)

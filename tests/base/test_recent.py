@@ -28,6 +28,10 @@ def test_the_last_used_are_kept_and_no_more_than_twice_as_many() -> None:
     assert set(cache.keys()) >= {48, 49, "always"} and len(cache.keys()) == len(cache)
     cache.clear()
     assert cache.find("always") is None and len(cache) == 0
+    of_plans: Recent[int] = Recent()
+    for number in range(1, 1025):
+        of_plans.put(number, number)
+    assert len(of_plans) == 1024, "twice the 512 of docs/developer/architecture.md"
 
 
 def test_a_value_that_was_found_again_is_found_at_once() -> None:

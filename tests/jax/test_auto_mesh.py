@@ -253,13 +253,16 @@ def test_what_is_whole_on_every_device_runs() -> None:
 
 
 def test_one_axis_whose_type_tells_nothing_is_enough() -> None:
-    """An array may be split along the axis that XLA chooses for, whatever the other says."""
+    """An array may be split along the axis that XLA chooses for, whatever the other says, if it has several devices."""
     devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with running_on("reference"):
         copies = jax.device_put(arrays(), NamedSharding(mesh, P()))
         with pytest.raises(moe_jax.Unsupported, match=REFUSED):
             jax.jit(layout_forward)(*copies)
+        lone = Mesh(devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
+        program = jax.make_jaxpr(layout_forward)(*jax.device_put(arrays(), NamedSharding(lone, P())))
+        assert "shard_map" not in str(program)
 
 
 def test_eager_gradients_on_split_arrays() -> None:
@@ -282,6 +285,9 @@ def test_eager_gradients_on_split_arrays() -> None:
         _, backward = jax.vjp(forward, *arrays())
         with pytest.raises(moe_jax.Unsupported, match="moe_backward runs on one device at a time"):
             backward(split[0])
+        visible = arrays(mesh_of(2, kind=AxisType.Explicit))[0]
+        with pytest.raises(moe_jax.Unsupported, match=r"gradients\.output is split over several"):
+            jax.jit(backward)(visible)
 
 
 def test_an_eager_vmap_of_split_arrays() -> None:

@@ -15,7 +15,7 @@ from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.activation.forward import plan_activation
 from moe_core.plan.steps import Scalar
-from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec
+from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, RouterSpec, TileConfig
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,10 @@ def test_what_an_activation_is_not_told() -> None:
     for one in (Activation("silu", limit=7.0), Activation("clamped_silu"), Activation("swiglu_oai", limit=None)):
         assert codec.loads(codec.dumps(one)) == one
         assert dataclasses.replace(one, gate_layout="separate").limit == one.limit
+
+
+def test_what_a_tile_is_not_told() -> None:
+    assert TileConfig(16, 32, 64) == TileConfig(16, 32, 64, num_warps=4, num_stages=3, group_m=8, family="portable")
 
 
 FLAGS = {

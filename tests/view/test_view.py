@@ -21,6 +21,7 @@ from moe_core.trace import LayerRouting, RoutingTrace
 from moe_core.view import cli
 from moe_core.view.page import report_page, trace_page, view_page
 from moe_core.view.plan import plan_content
+from moe_core.view.reading import measured_times
 from moe_core.view.trace import join_steps, trace_change, trace_content
 from tests.support.view import H200, REPORT, a_plan, a_trace, changed
 
@@ -69,6 +70,7 @@ def test_the_change_of_two_traces() -> None:
     assert change is not None
     assert change["layers"] == [pytest.approx(1 / 3), 0, 0] and change["changed"] == 10
     assert [token for token, _ in change["tokens"]] == list(range(0, 30, 3))
+    assert json.loads(json.dumps(change)) == change
     assert trace_change(trace, a_trace(31)) is None
 
 
@@ -135,6 +137,9 @@ def test_measured_times_go_to_their_launches(tmp_path: Path) -> None:
     assert len(taken) == len(launches) and all(step["measured_us"] is None for step in again["steps"])
     with pytest.raises(InvalidInput, match="measured must be of one call"):
         view_page([tmp_path / "plans.json"] * 2, profile=path)
+    without_start = {"cat": "kernel", "name": launches[0], "dur": 2}
+    path.write_text(json.dumps({"traceEvents": [events[0], without_start]}))
+    assert measured_times(path) == {launches[0]: [10, 2]}
     path.write_text("[]")
     with pytest.raises(InvalidInput, match="profile must hold kernels"):
         view_page([tmp_path / "plans.json"], profile=path)

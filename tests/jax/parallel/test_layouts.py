@@ -95,6 +95,14 @@ def test_products_and_sums_by_token(kind: AxisType, sizes: tuple[int, ...]) -> N
     same(results, (wanted[0], by_slot(*odd)))
 
 
+def test_slots_are_split_between_tokens() -> None:
+    """Three devices divide the 24 slots, not the 8 tokens."""
+    (slots,) = placed(mesh_of(AUTO, 3), (whole(7, T * K, N),), P("data"))
+    *_, down, _, ids = draw()
+    with pytest.raises(moe_jax.InvalidInput, match=r"operands\.x must have rows that 3 devices divide by token, got 8"):
+        moe_jax.matmul_ogs(MatmulOperands(slots, down), moe_jax.make_layout(ids, E), FROM_SLOTS)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"alignment": 4}, {"max_rows": 5}], ids=str)
 def test_products_by_row(sizes: dict[str, int]) -> None:
     """Devices have parts of groups, and padding between groups."""

@@ -10,12 +10,13 @@ import pytest
 from moe_core import InvalidInput
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import MATMUL_DTYPES, numpy_dtype
+from moe_core.base.target import Target
 from moe_core.ops.norm import reference
 from moe_core.ops.norm.backward import NORM_GRADIENTS, plan_rms_norm_backward
 from moe_core.ops.norm.forward import plan_rms_norm
 from moe_core.parity.tolerance import assert_close, matmul_tolerance
 from moe_core.specs import NormSpec
-from tests.support.harness import engine_target, run_plan
+from tests.support.harness import H200, engine_target, run_plan
 
 SPEC, FIRST = NormSpec(1e-5, 0.3), NormSpec(1e-5, 0.3, centred=True, weight_first=True)
 
@@ -94,11 +95,22 @@ def test_rows_may_lie_apart() -> None:
     assert_close(y, wanted, matmul_tolerance("float32", "float32", 40), label="y")
 
 
+@pytest.mark.parametrize(
+    ("target", "order"), [(H200, "16 partial sums in order"), (Target("reference"), "NumPy's pairwise sums")], ids=str
+)
+def test_plans_say_how_they_sum(target: Target, order: str) -> None:
+    x, weight = ArraySpec((4, 8), "float32"), ArraySpec((8,), "float32")
+    assert order in plan_rms_norm(x, weight, SPEC, target).explain()
+    assert order in plan_rms_norm_backward(x, x, weight, SPEC, target, wanted=("d_x",)).explain()
+
+
 def test_bad_arguments() -> None:
     x, weight, target = ArraySpec((4, 8), "float32"), ArraySpec((8,), "float32"), engine_target()
     with pytest.raises(InvalidInput, match=r"epsilon must be above 0, got 0\.0"):
         NormSpec(epsilon=0)
     with pytest.raises(InvalidInput, match=r"weight must be .*\[8\].*got"):
         plan_rms_norm(x, ArraySpec((4,), "float32"), SPEC, target)
+    with pytest.raises(InvalidInput, match=r"weight must be .*\[8\].*got"):
+        plan_rms_norm_backward(x, x, ArraySpec((4,), "float32"), SPEC, target, wanted=("d_x",))
     with pytest.raises(InvalidInput, match=r"d_y must be "):
         plan_rms_norm_backward(ArraySpec((4, 9), "float32"), x, weight, SPEC, target, wanted=("d_x",))

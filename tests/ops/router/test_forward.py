@@ -79,13 +79,14 @@ def test_tf32_only_when_asked_for(layout: str, dtype: str) -> None:
     assert (tf32 != exact).any()
 
 
-def test_rows_of_x_may_be_strided() -> None:
-    """Only the first 20 of 32 columns belong to x; the others hold poison."""
-    rng = np.random.default_rng(0)
-    x, weight = strategies.draw_array(rng, (9, 20)), strategies.draw_array(rng, (20, 8))
-    plan = plan_router(ArraySpec((9, 20), "float32", (32, 1)), spec_of(weight), None, LogitsSpec(), engine_target())
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_rows_of_x_may_be_strided(layout: str) -> None:
+    """Only the first 1040 of 1056 columns, more than one block of every engine, belong to x; the others hold poison."""
+    rng, spec = np.random.default_rng(0), LogitsSpec(layout)
+    x, weight = strategies.draw_array(rng, (9, 1040)), draw_weight(rng, 1040, 8, layout, "float32")
+    plan = plan_router(ArraySpec((9, 1040), "float32", (1056, 1)), spec_of(weight), None, spec, engine_target())
     logits = run_plan(plan, {"x": x, "weight": weight})["logits"]
-    assert_close(logits, reference.router(x, weight, spec=LogitsSpec()), router_tolerance(20), "logits")
+    assert_close(logits, reference.router(x, weight, spec=spec), router_tolerance(1040), "logits")
 
 
 def test_nan_stays_in_its_token_and_expert() -> None:
