@@ -238,18 +238,23 @@ class Counted(_Planner):
         """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
         way, if `arriving` is not None. Raises as `compare_headers`."""
         tables, ranks = self.first_tables(), self.ranks
-        came, rows, bounded = ranks.all_to_all(tables.message, "header and counts"), None, ()
-        if (receive := self.plan.spec.receive) is not None:
-            fits = rows_that_fit(came, receive, self.spec.by_slot)
-            bounded = fits, ranks.all_to_all(fits, "rows that fit")
-        # The copies precede all that follows.
-        read = read_by_host(tables.message, came, *bounded)
+        told, rows = ranks.start_all_to_all(tables.message, "header and counts"), None
+
+        def arrive() -> tuple[torch.Tensor, Callable[[], list[np.ndarray]]]:
+            arrays = [tables.message, came := told()]
+            if (receive := self.plan.spec.receive) is not None:
+                arrays.append(rows_that_fit(came, receive, self.spec.by_slot))
+                arrays.append(ranks.all_to_all(arrays[-1], "rows that fit"))
+            return came, read_by_host(*arrays)
+
+        # A GPU copies before all that follows, a CPU waits behind it.
+        arrived = arrive() if tables.message.is_cuda else None
         slots = tables.slot_of_row
         if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
             rows = self._leaving(values, tables)
             self._expect()
         nothing = torch.zeros(1, dtype=torch.int32, device=tables.message.device)
-        return lambda: self.counted(tables, came, read(), values, rows, nothing)
+        return lambda: self.counted(tables, *(arrived or arrive()), values, rows, nothing)
 
     def _expect(self) -> None:
         """Prepare to receive as many rows as the last like call did, while the host would only wait."""
@@ -268,18 +273,13 @@ class Counted(_Planner):
         return self.step(key, operators.TAKE_ROWS, x=values, slot_of_row=slots, table=table, each=self.top_k)
 
     def counted(
-        self,
-        tables: _Tables,
-        on_device: torch.Tensor,
-        counts: Sequence[np.ndarray],
-        values: torch.Tensor | None,
-        ahead: torch.Tensor | None,
-        overflow: torch.Tensor,
-    ) -> CollectiveRoutes:
-        """counts: header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
+        self, tables: _Tables, on_device: torch.Tensor, counts: Callable[[], Sequence[np.ndarray]],
+        values: torch.Tensor | None, ahead: torch.Tensor | None, overflow: torch.Tensor,
+    ) -> CollectiveRoutes:  # fmt: skip
+        """counts: waits for header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
         `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave.
         overflow: 0."""
-        plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts
+        plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts()
         spoilt, excess = None, 0
         group_tokens = ranks.compare(came[:, :_HEADER])
         if by_slot:

@@ -136,11 +136,6 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(source >= 0)", "(source >= 1)"),
     ),
     "exchange.kernels.pull": (
-        OpFault("loaded[k].to(tl.float32)", "loaded[AT_ONCE - 1 - k].to(tl.float32)"),
-        OpFault("some = inside & (first + k < TOP_K)", "some = inside"),
-        OpFault("total += extra", "total -= extra"),
-        OpFault("extra *= sigmoid", "extra += sigmoid"),
-        OpFault("num_programs(0)):", "num_programs(0) + 1):"),
         OpFault("tl.load(pointers, mask=present, other=0.0,", "tl.load(pointers, mask=present, other=1.0,"),
     ),
     "common.kernels.dot": (OpFault("rest = values - high.to(tl.float32)", "rest = values * 0.0"),),
