@@ -50,7 +50,7 @@ def trace_content(
             over[number, part] = np.minimum(_counts(layer.ids[edges[part] : edges[part + 1]], E), 65535)
     weighed = trace[0].weights is not None
     shown = min(T, _TOKEN_BYTES // (len(trace) * K * (3 if weighed else 2)))
-    ids = np.full((len(trace), shown, K), -1, np.int16 if E < 2**15 else np.int32)
+    ids = np.full((len(trace), shown, K), -1, np.result_type(np.int16, np.min_scalar_type(-E)))
     weights = np.zeros((len(trace), shown, K), np.uint8)
     largest = []
     for number, layer in enumerate(trace):
