@@ -89,7 +89,7 @@ def test_dark_pages_can_be_read(name: str, page: Page, address: str) -> None:
         ("token_rounding", "TokenRounding"),
         ("capacity_factor", "MoELayerSpec"),
         ("must be row-major contiguous", "row-major contiguous"),
-        ("pass those of all peers", "must have one entry for each rank"),
+        ("pass the whole array", "must have two rows for each rank"),
     ],
 )
 def test_the_search_finds_options_and_messages(words: str, found: str, page: Page, address: str) -> None:
