@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.group import Ranks
 from tests.support.parallel.twins import Problem
 from tests.support.torch import to_torch
 
@@ -31,8 +33,21 @@ class Allocated(NamedTuple):
 
 def most_on_a_cpu(call: Callable[[], Any]) -> int:
     """The most bytes at once: every allocation of torch's is in a profile. gloo's threads may hold what has been sent
-    for a moment longer, so the least of some calls counts."""
-    return min(_once_on_a_cpu(call) for _ in range(8))
+    for a moment longer, so messages end a little later, and the least of some calls counts."""
+    start = Ranks._start
+
+    def patient(*arguments: Any) -> Callable[[], torch.Tensor]:
+        wait = start(*arguments)
+
+        def waited() -> torch.Tensor:
+            result = wait()
+            time.sleep(0.005)
+            return result
+
+        return waited
+
+    with mock.patch.object(Ranks, "_start", patient):
+        return min(_once_on_a_cpu(call) for _ in range(8))
 
 
 def _once_on_a_cpu(call: Callable[[], Any]) -> int:
