@@ -1,4 +1,4 @@
-"""Figures from recorded results: all those of the documents, or one kind of some records.
+"""Draw the figures of the documents, or one kind of figure for some records.
 
     python -m benchmarks.figures                       # or `make figures`
     python -m benchmarks.figures plot RECORD ... --output FOLDER

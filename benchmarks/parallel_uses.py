@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.parallel_uses --parts training --checkpoint folder --output uses.json
     torchrun --nproc-per-node 2 -m benchmarks.parallel_uses --parts resumed --checkpoint folder --output uses.json
 
-Every row says if its bits are one device's. Times are medians over repeats of the slowest rank. A record keeps the rows
-that it has. benchmarks/README.md describes them.
+Every row says if its bits are one device's; times are medians of the slowest rank. See benchmarks/README.md.
 """
 
 from __future__ import annotations

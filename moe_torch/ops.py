@@ -8,8 +8,7 @@ reference runs, or under TRITON_INTERPRET=1 the real kernels in Triton's interpr
 - Gradients: `moe`, `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`, `activation`, `reduce`
   and `grouped_mm` have them (docs/user/training.md). Forward mode raises Unsupported.
 - Errors: InvalidInput for a wrong type, rank, shape, dtype, layout, stride or device, for misaligned weights (other
-  tensors may start anywhere), and for contradictory options. Unsupported for a device without kernels, and for a
-  required gradient that does not exist.
+  tensors may start anywhere), and for contradictory options. Unsupported: no kernels for the device, or no gradient.
 
 Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating), N output width. Slot `s = t*K + k`.
 """

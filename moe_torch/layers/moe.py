@@ -190,8 +190,7 @@ class MoE(PlannedLayer):
         self.spec, self.storage = spec, spec.storage(HUGGING_FACE)
         parameters, scheme = spec.parameters(HUGGING_FACE), spec.experts.scheme
         quantized = None if scheme is None else QuantizedSpec(scheme.weights, self.storage.weight_layout)
-        # Nothing has a gradient where x and the hidden rows are quantised.
-        trained = scheme is None or scheme.activations is None
+        trained = scheme is None or scheme.activations is None  # quantised rows have no gradient
         for part, group in _PARTS.items():
             of_part = [parameter for parameter in parameters if parameter.name.startswith(f"{part}.")]
             present = of_part or getattr(spec, part, None) is not None

@@ -38,8 +38,8 @@ class Owner:
     _done: tuple[Any, list[torch.Tensor]] | None = None
 
     def expect(self, num_rows: int, group_tokens: int) -> Callable[[Sequence[torch.Tensor]], None] | None:
-        """Prepare a call like an earlier one with as many rows, which may come. The result computes those that came
-        with these ids, weights and others, rows last; the call then only returns it. None: no call is like it."""
+        """Prepare the products of a call that has the numbers of an earlier one. The function that is returned launches
+        them for (ids, weights, ..., rows), and `__call__` then returns their results. None: no earlier call."""
         key, steps = ("owner", num_rows, group_tokens), self.steps
         step = None if steps is None else steps.get(key)
         if step is None:

@@ -257,7 +257,7 @@ class Counted(_Planner):
         return lambda: self.counted(tables, *(arrived or arrive()), values, rows, nothing)
 
     def _expect(self) -> None:
-        """Prepare to receive as many rows as the last like call did, while the host would only wait."""
+        """Prepare to receive as many rows as in the last such call, while the host waits for the counts."""
         steps = self.call.steps
         last = None if steps is None else steps.get(_LAST)
         if steps is not None and last is not None and (ready := steps.get(("receive", *last[:2], False))) is not None:
