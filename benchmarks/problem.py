@@ -130,10 +130,16 @@ def checked_tokens(num_tokens: int) -> torch.Tensor:
     return torch.linspace(0, num_tokens - 1, min(num_tokens, CHECKED_TOKENS)).round().long()
 
 
-def expected(problem: Problem, tokens: torch.Tensor | slice, activation: Activation | None = None) -> torch.Tensor:
+def expected(
+    problem: Problem,
+    tokens: torch.Tensor | slice,
+    activation: Activation | None = None,
+    change: Callable[[int, torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The forward of some tokens in fp32, an expert at a time, by torch's own operations; fp32 `[tokens, D]`.
 
     activation: None = the shape's own. The activations are rounded to the dtype of x, as every implementation does.
+    change: what adapters add to product 1 or 2 of rows and an expert; its last argument indexes `tokens`.
     """
     experts, top_k = problem.in_out, problem.shape.top_k
     x, logits = problem.x[tokens], problem.logits[tokens]
@@ -145,10 +151,14 @@ def expected(problem: Problem, tokens: torch.Tensor | slice, activation: Activat
         wide = x[token].float() @ experts.gate_up[expert].float()
         if experts.gate_up_bias is not None:
             wide += experts.gate_up_bias[expert]
+        if change is not None:
+            wide += change(1, x[token], expert, token)
         hidden = activate(wide, activation or problem.shape.activation).to(x.dtype)
         out = hidden.float() @ experts.down[expert].float()
         if experts.down_bias is not None:
             out += experts.down_bias[expert]
+        if change is not None:
+            out += change(2, hidden, expert, token)
         result.index_add_(0, token, weights[token, choice, None] * out)
     return result
 

@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("jax")
 
 import moe_torch
 from benchmarks import (
+    adapters,
     compile_time,
     convert,
     draws,
@@ -40,7 +42,7 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.training_problem import draw_parameters, draw_training_problem
 from benchmarks.weights import draw_weights
 from moe_core.base.target import Target
-from moe_core.runtime.warmup import KernelReport
+from moe_core.runtime.warmup import KernelReport, distinct_kernels
 from moe_core.specs import Activation, TokenRounding, Tuning
 from tests.support.benchmarks import TINY, CallingTimer, TracingTimer, problem_of, tiny_host_time, tiny_models
 
@@ -155,6 +157,23 @@ def run_modular(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[A
     row = modular.measure(shape, weights, 5, CallingTimer())
     assert row["composed_us"] == row["modular_us"] == 10.0 and row["ratio"] == 1
     return [], modular.table([row], modular.COLUMNS)
+
+
+def run_adapters(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
+    patch.setattr(adapters, "SHAPES", {"qwen3": TINY["qwen3"], "gptoss20b": QUANTIZED})
+    patch.setattr(adapters, "free_memory", lambda: None)
+    patch.setattr(
+        adapters,
+        "Compiled",
+        lambda _: SimpleNamespace(start=lambda plans: distinct_kernels(plans)[:0], stop=lambda: None),
+    )
+    patch.setattr(adapters, "peak_mb", lambda function: 1.0)
+    given = ["--cells", "qwen3:bf16,gptoss20b:mxfp4", "--tokens", "1,9", "--steps", "9", "--layers", "3", "--breakdown"]
+    chosen = adapters.parse([*given, "--ranks", "8,32", "--adapters", "1,2", "--output", str(output)])
+    rows = adapters.run(chosen, CallingTimer(), "cpu", Target("cuda", 90, 132))["rows"]
+    assert all(row["over"] == 1 for row in rows) and {row["goal"] for row in rows if row["tokens"] == 1} == {1.03}
+    assert max(row["error"] for row in rows if row["mode"] == "forward") < 1e-2
+    return rows, adapters.table(rows, adapters._COLUMNS)
 
 
 def run_tiles(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
@@ -305,6 +324,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("models.training", ["--tokens", "10", "--length", "4"], "--tokens must be a multiple of --length, got 10 and 4"),
     ("parallel", ["--device", "cpu", "--ranks", "1"], "--ranks must be 2 or more, and as many GPUs, got 1 of 0"),
     ("parallel", ["--device", "cpu", "--modes", "all_gather", "--rows", "slots"], "there is nothing to run"),
+    ("adapters", ["--cells", "qwen3:fp8"], "--cells must be of gptoss20b:mxfp4"),
     ("compile_time", ["--shapes", "x"], "--shapes must be of gptoss120b"),
 ]
 
