@@ -88,9 +88,19 @@ def test_texts_annotations_and_speed_are_left_alone() -> None:
         "raise ValueError(f'{1 + 2} {a - b}')",
         "import x.y",
         "assert a == 1, b",
+        "for x in zip(a, strict=True): pass",
     ):
         assert [operator for operator, _ in made(line) if operator != "drop_raise"] == []
     assert made("x = tl.load(p, eviction_policy=f(1), cache_modifier=g(2))", kernel=True) == []
+
+
+def test_what_changes_nothing_is_left_alone() -> None:
+    """Negative sizes, casts to the type that a store casts to, and infinity plus 1."""
+    assert [text for operator, text in made("a.reshape(-1)") if operator == "number"] == ["a.reshape(-(0))"]
+    assert made("x.to(p.dtype.element_ty)", kernel=True) == []
+    assert ("other", "x = tl.load(p, mask=m, other=1.0)") in made(
+        'x = tl.load(p, mask=m, other=-float("inf"))', kernel=True
+    )
 
 
 def test_functions_are_named_as_code_objects_are() -> None:

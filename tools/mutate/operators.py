@@ -30,10 +30,10 @@ TWINS = {
     **{"zeros_like": "ones_like", "cumsum": "cumprod", "sum": "max", "startswith": "endswith"},
 }
 TWINS |= {other: one for one, other in TWINS.items() if one != "sum"}
-#: Arguments that change no result: how fast, and what people read.
+#: Arguments that change no result: how fast, what people read, and `strict` of zip, which asserts as `assert` does.
 SPEED = (
     *("cache_modifier", "eviction_policy", "num_warps", "num_stages", "sem", "scope", "volatile"),
-    *("stacklevel", "doc", "help", "label", "message"),
+    *("stacklevel", "doc", "help", "label", "message", "strict"),
 )
 #: Where a program or a tile is: `bound` moves what they give, and other arguments of theirs are errors.
 PLACES = ("arange", "program_id")
@@ -93,7 +93,10 @@ def number(node: ast.AST, source: Source) -> Iterator[Change]:
     if isinstance(node.value, bool):
         yield node, str(not node.value)
     elif isinstance(node.value, int):
-        yield node, str(node.value + 1)
+        around = source.parents.get(parent) if isinstance(parent, ast.UnaryOp) else None
+        # Every negative size of `reshape` is the one that is left.
+        if not (isinstance(around, ast.Call) and name_of(around.func) == "reshape"):
+            yield node, str(node.value + 1)
         yield node, f"({node.value - 1})"
     elif isinstance(node.value, float):
         yield node, "1.0" if node.value == 0 else f"({source.of(node)} * 2)"
@@ -200,8 +203,11 @@ def axis(node: ast.AST, source: Source) -> Iterator[Change]:
 
 
 def drop_cast(node: ast.AST, source: Source) -> Iterator[Change]:
-    """A conversion less: `.to(tl.int64)`, `.astype(...)`, `tl.cast(x, ...)`, `np.float32(x)`, `int(x)`."""
+    """A conversion less: `.to(tl.int64)`, `.astype(...)`, `tl.cast(x, ...)`, `np.float32(x)`, `int(x)`. A store casts to
+    the type of its pointer anyway."""
     if not isinstance(node, ast.Call) or not (node.args or node.keywords):
+        return
+    if node.args and source.of(node.args[-1]).endswith(".dtype.element_ty"):
         return
     if isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
         yield node, source.of(node.func.value)
@@ -225,7 +231,8 @@ def mask(node: ast.AST, source: Source) -> Iterator[Change]:
 def other(node: ast.AST, source: Source) -> Iterator[Change]:
     """What masked elements read as."""
     if isinstance(node, ast.keyword) and node.arg == "other":
-        yield node.value, "1.0" if source.of(node.value) == "0.0" else f"({source.of(node.value)} + 1)"
+        text = source.of(node.value)
+        yield node.value, "1.0" if text == "0.0" or "inf" in text else f"({text} + 1)"
 
 
 def loop_order(node: ast.AST, source: Source) -> Iterator[Change]:
