@@ -97,7 +97,7 @@ def test_texts_annotations_and_speed_are_left_alone() -> None:
 def test_what_changes_nothing_is_left_alone() -> None:
     """Negative sizes, casts to the type that a store casts to, and infinity plus 1."""
     assert [text for operator, text in made("a.reshape(-1)") if operator == "number"] == ["a.reshape(-(0))"]
-    assert made("x.to(p.dtype.element_ty)", kernel=True) == []
+    assert made("y = x.to(p.dtype.element_ty)", kernel=True) == []
     assert ("other", "x = tl.load(p, mask=m, other=1.0)") in made(
         'x = tl.load(p, mask=m, other=-float("inf"))', kernel=True
     )

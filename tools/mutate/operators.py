@@ -203,8 +203,8 @@ def axis(node: ast.AST, source: Source) -> Iterator[Change]:
 
 
 def drop_cast(node: ast.AST, source: Source) -> Iterator[Change]:
-    """A conversion less: `.to(tl.int64)`, `.astype(...)`, `tl.cast(x, ...)`, `np.float32(x)`, `int(x)`. A store casts to
-    the type of its pointer anyway."""
+    """A conversion less: `.to(tl.int64)`, `.astype(...)`, `tl.cast(x, ...)`, `np.float32(x)`, `int(x)`. A store casts
+    to the type of its pointer anyway."""
     if not isinstance(node, ast.Call) or not (node.args or node.keywords):
         return
     if node.args and source.of(node.args[-1]).endswith(".dtype.element_ty"):
