@@ -10,7 +10,7 @@ import pytest
 
 from moe_core.base import codec
 from moe_core.base.target import Target
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.matmul.sm90_packed.few_rows_plan import MATMUL_FEW_ROWS
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.ops.reduction.rowwise import CAST_ROWS
@@ -29,6 +29,14 @@ def test_undeclared_kernels_are_refused(grid: tuple[int, ...]) -> None:
     with pytest.raises(InvalidInput, match=r"must be a Kernel, got 'reduction.kernels.rowwise:cast_rows'; declare one"):
         launch(CAST_ROWS.name, grid)
     launch(CAST_ROWS, grid)
+
+
+@pytest.mark.parametrize(("axis", "most"), [(0, 2**31 - 1), (1, 65535), (2, 65535)])
+def test_grids_end_where_those_of_cuda_do(axis: int, most: int) -> None:
+    ones = (1,) * axis
+    launch(CAST_ROWS, (*ones, most))
+    with pytest.raises(Unsupported, match=r"cast_rows would need a grid of .*; split the arrays"):
+        launch(CAST_ROWS, (*ones, most + 1))
 
 
 @pytest.mark.parametrize(

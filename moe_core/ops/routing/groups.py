@@ -67,8 +67,7 @@ def add_row_groups(
         builder.scratch("schedule", ArraySpec((layout.max_blocks(block_m), 2), "int32"))
         if counts_tiles:
             builder.scratch("tile_counters", ArraySpec((2,), "int32"))
-    most = 1 if builder.target.interpreted else builder.target.num_sms
-    programs = max(1, min(most, num_rows * max(width, 32) // _SHARE))
+    programs = max(1, min(builder.target.num_sms, num_rows * max(width, 32) // _SHARE))
     arguments = passed(groups=groups.name)
     arguments |= builder.pointers("first_group", *LAYOUT_INPUTS, "schedule", "tile_counters")
     arguments |= passed(y=None if block_m is None else "y", num_rows=num_rows)
