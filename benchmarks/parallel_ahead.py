@@ -1,6 +1,6 @@
 """Compile on CPU cores, without a GPU, the kernels that benchmarks.parallel and benchmarks.parallel_uses run.
 
-    python -m benchmarks.parallel_ahead [--jobs dsv3,hosts] [--workers 8]
+    python -m benchmarks.parallel_ahead [--ranks 2] [--jobs dsv3,hosts] [--workers 8]
 
 Ranks that wait in NCCL while another compiles waste their GPUs. Here calls run on a CPU with plans for an H200 and
 kernels that do nothing. Operators that say how many rows travel run as the NumPy reference. Messages pretend that every
@@ -45,7 +45,7 @@ from moe_torch.parallel.group import _EQUALLY, Ranks, Way
 from moe_torch.parallel.peer import symmetric
 from moe_torch.parallel.peer.counted import CountedRoutes
 
-_TARGET, _MEMORY, _RANKS = Target("cuda", 90, 132), 141e9, 4
+_TARGET, _MEMORY = Target("cuda", 90, 132), 141e9
 #: Operators whose results the host reads, or that make them.
 _REAL = {"route", "send_tables", "receive_tables", "make_layout", "layout_of_runs", "physical_ids"}
 #: Arguments beyond these bytes are never computed with.
@@ -144,7 +144,8 @@ def _bench(shape: Shape, on_gpu: bool = True) -> Any:
     bias = {"gate_up_bias": 2 * shape.d_ff, "down_bias": shape.d_model} if shape.biased else {}
     biases = {name: torch.empty(count, width) for name, width in bias.items()}
     weights = ExpertWeights(*(torch.empty(size, dtype=torch.bfloat16) for size in sizes), **biases)
-    bench = SimpleNamespace(rank=0, size=_RANKS, device=torch.device("cpu"), seed=0, group=dist.group.WORLD)
+    bench = SimpleNamespace(rank=0, size=dist.get_world_size(), device=torch.device("cpu"), seed=0)
+    bench.group = dist.group.WORLD
     bench.weights, bench.is_gpu, bench.take, bench.free = weights, on_gpu, lambda _: None, lambda: None
     return bench
 
@@ -181,7 +182,7 @@ def use(part: str, shape: Shape, tokens: int) -> None:
 
 def recipe(shape: Shape, tokens: int, together: bool) -> None:
     """Run the layers of `parallel_uses.training`, as on two ranks or alone."""
-    mesh = DeviceMesh("cpu", torch.arange(_RANKS).view(2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(-1, 2), mesh_dim_names=("efsdp", "ep"))
     parallel = ExpertParallel(mesh["ep"], gradients="mean") if together else None
     block = parallel_uses.Block(shape, torch.device("meta"), parallel).to_empty(device="cpu").bfloat16()
     x = torch.zeros(tokens, shape.d_model, dtype=torch.bfloat16)
@@ -192,19 +193,19 @@ def recipe(shape: Shape, tokens: int, together: bool) -> None:
 
 def jobs() -> dict[str, list[Callable[[], None]]]:
     """What the README's commands run, by name."""
-    shapes, make = ("dsv3", "gptoss120b", "mixtral", "qwen3", "glm45air"), functools.partial
-    every = {name: fitting(ALL_SHAPES[name], _MEMORY, False) for name in shapes}
-    trained = {name: fitting(ALL_SHAPES[name], _MEMORY, True) for name in shapes[:3]}
-    uses, small = ALL_SHAPES["qwen3"], ALL_SHAPES["granite"]
-    found: dict[str, list[Callable[[], None]]] = {
-        name: [make(cell, shape, tokens, "peer", False) for tokens in (4096, 16384)] for name, shape in every.items()
-    }
-    found |= {f"{name} training": [make(cell, shape, 16384, "peer", True)] for name, shape in trained.items()}
+    make, uses, small = functools.partial, ALL_SHAPES["qwen3"], ALL_SHAPES["granite"]
+    # With more tokens, other modes run kernels of these.
+    ways = [(tokens, mode) for tokens in (128, 4096) for mode in ("peer", "all_to_all")] + [(16384, "peer")]
+    found: dict[str, list[Callable[[], None]]] = {}
+    for training in (False, True):
+        for name in ("gptoss120b", "dsv3", "mixtral", "qwen3", "glm45air"):
+            shape = fitting(ALL_SHAPES[name], _MEMORY, training)
+            found[f"{name}{' training' * training}"] = [make(cell, shape, *way, training) for way in ways]
     found |= {part: [make(use, part, uses, 4096)] for part in ("hosts", "batches", "adapters")}
     return found | {"recipe": [make(recipe, small, 1024, together) for together in (True, False)]}
 
 
-def kernels_of(runs: Sequence[Callable[[], None]], ranks: int = _RANKS) -> Kernels:
+def kernels_of(runs: Sequence[Callable[[], None]], ranks: int = 4) -> Kernels:
     """The kernels of calls, each once, as rank 0 of a process group that is made for them."""
     # Known plans are not made again, and those made here run nothing.
     forget_plans()
@@ -224,9 +225,9 @@ def _compile(kernel: tuple[LaunchPlan, KernelLaunch]) -> None:
     compile_launch(plan, launch, plan.target)
 
 
-def _job(name: str, workers: int) -> None:
+def _job(name: str, ranks: int, workers: int) -> None:
     torch.set_num_threads(2)
-    began, kernels = time.monotonic(), kernels_of(jobs()[name])
+    began, kernels = time.monotonic(), kernels_of(jobs()[name], ranks)
     planned = time.monotonic() - began
     # Launches hold what no pipe carries, so workers have them from the fork. The slowest begin.
     kernels.sort(key=lambda kernel: ".sm90." not in kernel[1].kernel.name)
@@ -247,11 +248,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile. Returns the number of jobs that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(jobs()), help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="processes of a job (default: %(default)s)")
     options = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = multiprocessing.get_context("fork")
-    running = [context.Process(target=_job, args=(name, options.workers)) for name in options.jobs.split(",")]
+    running = [
+        context.Process(target=_job, args=(name, options.ranks, options.workers)) for name in options.jobs.split(",")
+    ]
     for process in running:
         process.start()
     for process in running:
