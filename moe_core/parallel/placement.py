@@ -271,7 +271,7 @@ class Placement:
         common = previous._common(self)
         ranks = np.arange(self.num_ranks)
         pairs = np.argwhere((common > 0) & (ranks[:, None] // each == ranks // each))
-        order = np.lexsort((pairs[:, 1], pairs[:, 0], -common[pairs[:, 0], pairs[:, 1]]))
+        order = np.argsort(-common[tuple(pairs.T)], kind="stable")
         chosen: dict[int, int] = {}
         granted: set[int] = set()
         for rank, other in pairs[order].tolist():

@@ -248,6 +248,15 @@ def test_threads_without_a_limit(monkeypatch, stated, cores, expected):
     assert threads._default_count.__wrapped__() == expected
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(6, 6), (None, 1)])
+def test_threads_where_a_process_has_no_affinity(monkeypatch, cores, expected):
+    """As on macOS."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert threads._default_count.__wrapped__() == expected
+
+
 def test_limits_hold_inside_their_block(monkeypatch):
     before = threads.count()
     with threads.use(200):
