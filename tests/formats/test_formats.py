@@ -36,6 +36,7 @@ from moe_core.formats import (
     register_scheme,
     scheme_named,
     scheme_names,
+    why_not_tileable,
 )
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.specs.operands import map_arrays, named_arrays
@@ -275,3 +276,9 @@ def test_scales_are_of_the_first_dtype_unless_another_is_named(name: str) -> Non
     spec, last = QuantizedSpec(format, "out_in"), format.scale_dtypes[-1]
     assert quantized_specs(spec, (2, 128, 256)).scales.dtype == format.scale_dtypes[0]
     assert quantized_specs(spec, (2, 128, 256), last).scales.dtype == last != format.scale_dtypes[0]
+
+
+@pytest.mark.parametrize("group", [None, 16, 32, 48, 96, 128, 256])
+def test_integers_can_be_tiled_with_scales_for_rows_or_for_powers_of_two_of_columns(group: int | None) -> None:
+    for made in (int4_grouped(group), int8_grouped(group, zero_points=True)):
+        assert (why_not_tileable(made) is None) == (group in (None, 32, 128, 256))

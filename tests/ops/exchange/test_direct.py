@@ -214,6 +214,7 @@ def test_wrong_arguments() -> None:
         ({"x": None}, InvalidInput, "rows_at must be given with x alone"),
         ({"x": ArraySpec((4, 12), "bfloat16")}, InvalidInput, "rows of x must be a multiple of 16 bytes"),
         ({"weights": ArraySpec((4, 3), "float32")}, InvalidInput, r"weights must be \[4, 2\], got"),
+        ({"ids": ArraySpec((4, 0), "int32")}, InvalidInput, "top_k of ids must be"),
         ({"ids_at": ArraySpec((3,), "int64")}, InvalidInput, r"_at must be \[3\], got"),
         ({"given": arrays["ids"], "places_of_experts": ArraySpec((5,), "int32")}, InvalidInput, "got both"),
         ({"places_of_experts": ArraySpec((4,), "int32")}, InvalidInput, r"places_of_experts must be \[5\], got"),

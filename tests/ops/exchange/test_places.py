@@ -134,6 +134,7 @@ def test_wrong_arguments() -> None:
         ({"row_of_slot": start}, InvalidInput, r"layout.row_of_slot must be \[10\], got \(9,\)"),
         ({"rank": 2}, InvalidInput, "rank must be below 2, got 2"),
         ({"receive": -1}, InvalidInput, "receive must be an integer of at least 0"),
+        ({"ids": ArraySpec((5, 0), "int32")}, InvalidInput, "top_k of places.rows must be an integer of at least 1"),
         ({"counts": ArraySpec((300, 90000), "int32"), "group_start": ArraySpec((90001,), "int32")}, Unsupported,
          f"at most {MAX_COUNTS}, got 300 x 300"),
     ):  # fmt: skip

@@ -75,6 +75,7 @@ def test_wrong_arguments() -> None:
     given = {"x": x, "rows": rows, "group_start": start}
     for changes, message in (
         ({"x": ArraySpec((N, 12), "bfloat16")}, "rows of x must be a multiple of 16 bytes, got 24"),
+        ({"x": ArraySpec((N, 0), "bfloat16")}, "rows of x must be a multiple of 16 bytes, got 0"),
         ({"x": codes}, "x must be"),
         ({"rows": ArraySpec((5,), "int32")}, r"rows must be \[num_rows, 1\]"),
         ({"group_start": ArraySpec((1,), "int32")}, "length of group_start must be"),
