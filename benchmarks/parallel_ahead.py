@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import multiprocessing
 import os
 import sys
@@ -83,8 +84,9 @@ def _all_to_all(ranks: Ranks, rows: torch.Tensor, what: str, way: Way = _EQUALLY
     if way.received is None:
         own = rows.view(ranks.size, -1, *rows.shape[1:])[ranks.rank]
         return lambda: own.repeat(ranks.size, *[1] * (rows.dim() - 1))
-    most = max(sum(way.received), way.memory or 0)
-    return lambda: rows.new_zeros((most, *rows.shape[1:]))
+    size = (max(sum(way.received), way.memory or 0), *rows.shape[1:])
+    few = math.prod(size) * rows.itemsize < _MOST_BYTES
+    return lambda: rows.new_zeros(size) if few else rows.new_empty(size)
 
 
 @contextlib.contextmanager
@@ -113,7 +115,7 @@ def recorded() -> Iterator[list[LaunchPlan]]:
         self.group_tokens = self.ranks.size * self.tokens
 
     def randn(*size: Any, generator: Any = None, **options: Any) -> torch.Tensor:
-        return torch.zeros(*size, **options)
+        return torch.empty(*size, **options)
 
     def warmup(ahead: Sequence[LaunchPlan], *_: Any, **__: Any) -> Any:
         plans.extend(ahead)
