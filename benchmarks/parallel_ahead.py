@@ -45,13 +45,13 @@ from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel.group import _EQUALLY, Ranks, Way
 from moe_torch.parallel.peer import symmetric
 from moe_torch.parallel.peer.counted import CountedRoutes
+from moe_torch.parallel.peer.direct import DirectRoutes
 
 _TARGET, _MEMORY = Target("cuda", 90, 132), 141e9
 #: Operators whose results the host reads, or that make them.
 _REAL = {"route", "send_tables", "receive_tables", "make_layout", "layout_of_runs", "physical_ids"}
 #: Arguments beyond these bytes are never computed with.
 _MOST_BYTES = 1 << 26
-_PEER = "moe_torch.parallel.peer"
 Kernels = list[tuple[LaunchPlan, KernelLaunch]]
 
 
@@ -130,8 +130,7 @@ def recorded() -> Iterator[list[LaunchPlan]]:
         patch(mock.patch.object(Ranks, "compare", lambda self, told, **options: int(told[:, 3].sum())))
         patch(mock.patch.object(CountedRoutes, "_count", counted))
         patch(mock.patch.object(symmetric, "_allocate", _allocate))
-        for module in ("direct", "again"):
-            patch(mock.patch(f"{_PEER}.{module}.group_tokens", lambda memory, expected: expected))
+        patch(mock.patch.object(DirectRoutes, "group_tokens", property(lambda self: self.ranks.size * self.tokens)))
         for module in ("forward", "routes"):
             patch(mock.patch(f"{calls}.{module}.require_room", lambda *_: None))
         patch(mock.patch.object(torch, "randn", randn))

@@ -208,14 +208,15 @@ def plan_exchange(
         forward=planner.forward() if over is None else over.forward(planner.forward()),
         backward=backward if over is None or not training else over.backward(backward),
         buffers=planner.worst_buffers(),
-        host_reads=3
-        if spec.hosts > 1
-        else 2
-        if spec.other
-        else int(spec.mode == "all_to_all") * (1 if over is None else 2),
+        host_reads=_host_reads(spec, placement, over),
         why_not_exact=why_not_exact(spec, tensor.size),
         expected_experts=placement.num_experts,
     ).of_group(placement.num_ranks * draft.brought)
+
+
+def _host_reads(spec: ExchangeSpec, placement: Placement, over: TensorMessages | None) -> int:
+    counts = placement.num_ranks > 1 or spec.receive is not None  # one rank keeps all rows
+    return 3 if spec.hosts > 1 else 2 if spec.other else (spec.mode == "all_to_all") * (counts + (over is not None))
 
 
 _BARRIER = Collective("barrier", "arrival", "int32", 0, 0)

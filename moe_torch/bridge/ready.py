@@ -95,5 +95,9 @@ class Begun(NamedTuple):
 
     def finish(self) -> list[torch.Tensor]:
         """Run the last steps on the current stream, which waits for the first ones."""
-        self.ready._launch(self.pointers, self.steps)
+        self.run(self.steps)
         return self.outputs
+
+    def run(self, steps: slice | None) -> None:
+        """Run these steps, None: all."""
+        self.ready._launch(self.pointers, steps)

@@ -234,6 +234,13 @@ class Counted(_Planner):
 
     _begun: Begun | None = None
 
+    @property
+    def _alone(self) -> bool:
+        return self.ranks.size == 1 and self.plan.spec.receive is None  # it keeps all rows, and counts nothing
+
+    def _room(self, rows: Sequence[int]) -> int:
+        return sum(rows) if self._alone else rounded(sum(rows))
+
     def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
         """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
         way, if `arriving` is not None. Raises as `compare_headers`."""
@@ -242,6 +249,9 @@ class Counted(_Planner):
 
         def arrive() -> tuple[torch.Tensor, Callable[[], list[np.ndarray]]]:
             arrays = [tables.message, came := told()]
+            if self._alone:
+                most = [self.num_tokens, self.num_tokens * self.top_k][self.spec.by_slot :]
+                return came, lambda: [np.array([[*self.plan.header, *most]])] * 2
             if (receive := self.plan.spec.receive) is not None:
                 arrays.append(rows_that_fit(came, receive, self.spec.by_slot))
                 arrays.append(ranks.all_to_all(arrays[-1], "rows that fit"))
@@ -261,7 +271,7 @@ class Counted(_Planner):
         steps = self.call.steps
         last = None if steps is None else steps.get(_LAST)
         if steps is not None and last is not None and (ready := steps.get(("receive", *last[:2], False))) is not None:
-            self.expected, self._begun, _ = last, ready.later([0, 0, 0]), self._numbers
+            self.expected, self._begun = last, ready.later([0, 0, 0])
 
     def _leaving(self, values: torch.Tensor, tables: _Tables, count: int | None = None) -> torch.Tensor:
         """The first rows to go, with their numbers unless rows are to overlap with other work. count: None: all."""
@@ -293,24 +303,24 @@ class Counted(_Planner):
             arrive, leave = (one[:, 0].tolist() for one in bounded)
             back, here, limits, ahead = leave, arrive, np.zeros((2, ranks.size), np.int32), None
             limits[0] = leave
-            tables = self._limited(limits)
+            tables = self.tables(torch.tensor(limits, device=self.header.device))
             if not by_slot:
                 # Results begin at home by the slots of tokens that fit.
                 here = ranks.all_to_all(tables.counted, "counts of what fits").tolist()
                 back = tables.counted.tolist()
                 limits[1] = np.cumsum(back) - back
-                tables = self._limited(limits)
+                tables = self.tables(torch.tensor(limits, device=self.header.device))
             if plan.spec.on_overflow != "drop":
                 spoilt = tables.lost
             fits = np.stack([arrive, here], 1) if not by_slot else first_rows(came[:, _HEADER:], sum(arrive))
             fitting = np.concatenate([came[:, :_HEADER], fits], 1, dtype=np.int32)
             on_device, overflow = torch.tensor(fitting, device=on_device.device), overflow + excess
         received = sum(arrive)
-        out, leaving, came_rows = Way(leave, arrive, rounded(received)), None, None
+        out, leaving, came_rows = Way(leave, arrive, self._room(arrive)), None, None
         assert tables.table is not None
         if values is not None:
             # First: everything below takes the host longer than few rows travel.
-            rows_out = self._leaving(values, tables, rounded(sum(leave))) if ahead is None else ahead
+            rows_out = self._leaving(values, tables, self._room(leave)) if ahead is None else ahead
             leaving = ranks.start_all_to_all(rows_out, "rows", out)
         if leaving is None or ranks.overlaps:
             numbers = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
@@ -318,7 +328,7 @@ class Counted(_Planner):
             owner = self._owner(on_device, here, numbers)
         else:
             *owner, came_rows = self._unpacked(leaving(), on_device, here, group_tokens)
-        returned = min(rounded(sum(back)), self.num_tokens * self.top_k)
+        returned = min(self._room(back), self.num_tokens * self.top_k)
         ways = out, Way(here, back, returned)
         routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, overflow=overflow, group_tokens=group_tokens)
         if leaving is not None:
@@ -330,7 +340,7 @@ class Counted(_Planner):
     ) -> Sequence[torch.Tensor]:
         """Of an owner's slots: ids, weights, with rows of tokens slots, and their rows if rows have come."""
         if not self.spec.by_slot:
-            return self.received(numbers, rounded(sum(here)), counts=counts, rows=rows)
+            return self.received(numbers, self._room(here), counts=counts, rows=rows)
         ids, _ = ops.layout_of_runs(counts[:, _HEADER:].contiguous(), len(numbers))
         return ids, numbers.contiguous().view(torch.float32), *([] if rows is None else [rows])
 
@@ -338,9 +348,10 @@ class Counted(_Planner):
         self, packed: torch.Tensor, counts: torch.Tensor, here: Sequence[int], group_tokens: int
     ) -> Sequence[torch.Tensor]:
         """See `_owner`, of rows with numbers behind."""
-        (first, width), steps = self._numbers, self.call.steps
+        width, steps = self.spec.width(self.top_k), self.call.steps
+        first = packed_row(self.plan.d_model, self.plan.dtype, width)[1]
         if steps is not None and not self.spec.by_slot:
-            rows = packed.shape[0], rounded(sum(here))
+            rows = packed.shape[0], self._room(here)
             if (*rows, group_tokens) != self.expected:
                 steps.put(_LAST, (*rows, group_tokens))
                 self._begun = None
@@ -356,15 +367,6 @@ class Counted(_Planner):
                 return came
         numbers, values = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
         return self._owner(counts, here, numbers, values)
-
-    @functools.cached_property
-    def _numbers(self) -> tuple[int, int]:
-        """The first of a row's numbers among its int32, and how many."""
-        width = self.spec.width(self.top_k)
-        return packed_row(self.plan.d_model, self.plan.dtype, width)[1], width
-
-    def _limited(self, limits: np.ndarray) -> _Tables:
-        return self.tables(torch.tensor(limits, device=self.header.device))
 
 
 def require_room(plan: ExchangePlan, overflow: int) -> None:

@@ -1,37 +1,41 @@
-"""Calls of mode `peer` without counts that are like an earlier one: three launches of known plans between barriers."""
+"""Calls of mode `peer` without counts that are like an earlier one: one plan of all launches, with two barriers."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.ops.exchange.operands import Checks, HomeTokens
-from moe_core.specs.operands import TopK
-from moe_torch.bridge.options import dtype_name
+from moe_core.plan import PlanBuilder, Role
+from moe_core.runtime.prepare import prepare
+from moe_torch.bridge.options import TORCH_DTYPES, dtype_name
+from moe_torch.bridge.ready import Ready, dense
 from moe_torch.operators import exchange as operators
 from moe_torch.parallel.calls.known import Step, Steps
 from moe_torch.parallel.exchange import kept
-from moe_torch.parallel.owner import Owner, Results
-from moe_torch.parallel.peer.direct import DirectRoutes, Memory, group_tokens
+from moe_torch.parallel.owner import Results
+from moe_torch.parallel.peer.direct import DirectRoutes, Memory
 from moe_torch.parallel.peer.interface import PeerRoutes
-from moe_torch.parallel.route import ExchangeCall, check_headers
+from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.tensor import Brought
 
-_PUSHED, _SUMMED = ("x", "ids", "weights", "header"), ("row_of_slot",)
+_PUSHED = ("x", "ids", "weights", "header")
+#: Of push, of products, and the sums.
+_RESULTS = ("0.tokens_per_expert", "0.invalid_ids", "0.overflow", "1.tokens_per_expert", "2.out")
 
 
 class _Again(NamedTuple):
-    """steps: of the call, with push as long as plans are kept. results_at: where experts store. constants: of push,
-    besides memory."""
+    """steps: of the call, with step as long as plans are kept. parts: launches, and the barrier behind them, if any.
+    constants: arrays besides memory."""
 
     steps: Steps
-    push: Step
-    total: Step
+    step: Step
+    parts: tuple[tuple[slice | None, str | None], ...]
     memory: Memory
-    results_at: torch.Tensor
     constants: tuple[torch.Tensor, ...]
 
 
@@ -41,16 +45,25 @@ _KEY = ("direct",)
 _MOST = 256
 #: By the group, which its memory must not outlive.
 _known: weakref.WeakKeyDictionary[Any, dict[int, _Again]] = weakref.WeakKeyDictionary()
+#: On a CPU the products depend on the tokens that other ranks told.
+_DEVICES = {"cuda"}
 
 
 def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: torch.dtype) -> None:
     """Remember a call of one chunk without a shared expert that has run."""
-    if call.steps is None or call.moving is not None or not isinstance(routes, DirectRoutes):
+    steps, placement = call.steps, call.plan.placement
+    if (
+        steps is None
+        or call.moving is not None
+        or not isinstance(routes, DirectRoutes)
+        or x.device.type not in _DEVICES
+    ):
         return
-    (ids, weights, mask, places_of_experts, given), placement = routes.routing, call.plan.placement
-    if mask is not None or given is not None or routes.format is not None:
+    (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
+    products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))
+    if mask is not None or given is not None or routes.format is not None or products is None:
         return
-    memory, header = routes.memory, call.header(x.device)
+    header = call.header(x.device)
     tokens = HomeTokens(x, ids, weights, None, places_of_experts, None)._asdict()
     tables = {f"{name}_at": getattr(memory, name).addresses for name in ("rows", "ids", "weights", "headers")}
     sizes: Any = {"rank": call.ranks.rank, "per_rank": placement.per_rank, "num_experts": placement.num_experts}
@@ -59,33 +72,61 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
     push = Step.of(operators.PUSH_TOKENS_ONCE, pushed, _PUSHED, ())
     summed = Checks(memory.headers.own)._asdict() | {"y": memory.returned.own, "row_of_slot": routes.pushed.places}
     summed |= {"shared": None, "shared_gate": None, "memory": None, "out_dtype": dtype_name("out_dtype", dtype)}
-    total = Step.of(operators.SUM_RESULTS, operators.SUM_RESULTS.arguments(**summed), _SUMMED, ())
+    total = Step.of(operators.SUM_RESULTS, operators.SUM_RESULTS.arguments(**summed), ("row_of_slot",), ())
     if push is not None and total is not None:
+        arrived = memory.rows.own, memory.ids.own, memory.weights.own, routes.results_at()
+        products.change(products.addresses, *[one.data_ptr() for one in arrived])
+        step, (rows, results) = _joined(push, products, total)
+        parts = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
         known = _known.setdefault(call.ranks.group, {})
         if len(known) >= _MOST:
             known.clear()
         constants = () if places_of_experts is None else (places_of_experts,)
-        known[id(call.steps)] = _Again(call.steps, push, total, memory, routes.results_at(), constants)
-        call.steps.put(_KEY, push)
+        known[id(steps)] = _Again(steps, step, parts if call.ranks.size > 1 else ((None, None),), memory, constants)
+        steps.put(_KEY, step)
 
 
-def run_again(call: ExchangeCall, brought: Brought, owner: Owner) -> Results | None:
-    """Run such a call. None: it is another one, and nothing has run."""
+def _joined(push: Step, products: Step, total: Step) -> tuple[Step, list[int]]:
+    """One step, and the numbers of launches up to each barrier."""
+    target, device = push.ready.prepared.plan.target, push.ready.device
+    builder, addresses, held, ends = PlanBuilder("peer", target), [], [], [0]
+    for number, (ready, given, _, tensors) in enumerate((push, products, total)):
+        plan, begin = ready.prepared.plan, len(addresses)
+        names = {buffer.name: f"{number}.{buffer.name}" for buffer in (*plan.inputs, *plan.outputs)}
+        names |= {"row_of_slot": "0.places"} if number == 2 else {}
+        own = [(one, address) for one, address in zip(plan.inputs, given, strict=True) if one.name != "row_of_slot"]
+        for one, address in own:
+            builder.input(names[one.name], one.spec, Role.ROWS)
+            addresses.append(address)
+        for one in plan.outputs:
+            declare = builder.output if names[one.name] in _RESULTS else builder.scratch
+            declare(names[one.name], one.spec, Role.ROWS)
+        builder.call(plan, str(number), names, dict.fromkeys(names, Role.ROWS))
+        held += [(begin + position, tensor) for position, tensor in tensors]
+        ends.append(ends[-1] + len(plan.steps))
+    plan = builder.build()
+    outputs = tuple(dense(one.spec.shape, TORCH_DTYPES[one.spec.dtype]) for one in plan.outputs)
+    scratch = dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None
+    ready = Ready(prepare(plan, device.index or 0), (), outputs, scratch, device)
+    return Step(ready, addresses, push.changing, tuple(held)), ends[1:3]
+
+
+def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
+    """Run such a call. tensors: of the call. None: it is another one, and nothing has run."""
     known = None if call.steps is None or call.moving is not None else _known.get(call.ranks.group)
     again = None if known is None else known.get(id(call.steps))
-    if again is None or call.steps is None or call.steps.get(_KEY) is not again.push:
+    if again is None or call.steps is None or call.steps.get(_KEY) is not again.step:
         return None
-    x, ranks, memory, header = brought.x, call.ranks, again.memory, call.header(brought.x.device)
-    given = x.data_ptr(), brought.ids.data_ptr(), brought.weights.data_ptr(), header.data_ptr()
+    x, step = brought.x, again.step
+    given = x.data_ptr(), brought.ids.data_ptr(), brought.weights.data_ptr(), call.header(x.device).data_ptr()
     if (given[0] | given[1] | given[2] | given[3]) % ALIGNMENT:
         return None
-    check_headers(call, brought.ids)
     kept(again.constants, x.device)
-    places, tokens_per_expert, invalid_ids, overflow = again.push.run((), *given)
-    memory.memory.barrier(ranks, "rows")
-    routing, tokens = TopK(memory.ids.own, memory.weights.own), group_tokens(memory, ranks.size * len(x))
-    del x, brought.x  # Experts need no gathered rows.
-    result = owner(memory.rows.own, routing, tokens, again.results_at)
-    memory.memory.barrier(ranks, "results")
-    (output,) = again.total.run((), places.data_ptr())
-    return Results(output, result.tokens_per_expert, overflow, tokens_per_expert, invalid_ids)
+    begun = step.ready.later(step.change(step.pointers(tensors), *given))
+    for part, barrier in again.parts:
+        begun.run(part)
+        x = brought.x = None  # Experts need no gathered rows.
+        if barrier is not None:
+            again.memory.memory.barrier(call.ranks, barrier)
+    tokens_per_expert, invalid_ids, overflow, received, output = begun.outputs
+    return Results(output, received, overflow, tokens_per_expert, invalid_ids)

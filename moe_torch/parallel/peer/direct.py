@@ -61,12 +61,6 @@ def memory_of(ranks: Ranks, plan: ExchangePlan, device: torch.device, number: in
     return Memory(memory, *memory.regions)
 
 
-def group_tokens(memory: Memory, expected: int) -> int:
-    """Tokens of all ranks, once arrived; on a GPU as expected."""
-    headers = memory.headers.own
-    return expected if headers.is_cuda else int(last_told(headers)[:, -4].sum())
-
-
 def _most(plan: ExchangePlan) -> int:
     """A rank's most tokens, at least 1, so that buffers have addresses."""
     return max(1, tokens_at_once(plan.brought, plan.spec))
@@ -136,7 +130,9 @@ class DirectRoutes(Stored):
 
     @property
     def group_tokens(self) -> int:
-        return group_tokens(self.memory, self.ranks.size * self.tokens)
+        """Tokens of all ranks, once arrived; on a GPU as expected."""
+        headers = self.memory.headers.own
+        return self.ranks.size * self.tokens if headers.is_cuda else int(last_told(headers)[:, -4].sum())
 
     @property
     def overflow(self) -> torch.Tensor:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import moe_torch
 from moe_core.base.recent import Recent
 from moe_core.base.target import Target
 from moe_core.formats import format_named
@@ -23,10 +23,11 @@ from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
 from moe_torch.operators import routes as operators
-from moe_torch.parallel import ExpertParallel
+from moe_torch.parallel import ExpertParallel, routes
 from moe_torch.parallel import moe as parallel_moe
 from moe_torch.parallel.calls import known
 from moe_torch.parallel.calls.known import Call, Step
+from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
@@ -88,7 +89,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     own, same = problem.ranks()[torch.distributed.get_rank(group)], []
     most = max(problem.tokens) if way.mode == "peer" else None
     parallel = ExpertParallel(group, way, most)
-    with running_on("reference"), torch.no_grad(), mock.patch.object(again, "kept", wraps=again.kept) as used:
+    used, devices = mock.patch.object(again, "kept", wraps=again.kept), mock.patch.object(again, "_DEVICES", {"cpu"})
+    with running_on("reference"), torch.no_grad(), devices, used as used:
         for turn in range(6):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
@@ -111,6 +113,34 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
     tokens, sizes = (9, 9) if way in STATIC else (7, 9), sizes_of(way)
     problem = draw_problem(3, placement_of("round_robin", 6, 2), tokens, 3, "random", "bfloat16", PLAIN, sizes=sizes)
     assert all(all(found) for found in ranks.call(like_calls, [(problem, way)] * 2))
+
+
+def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
+    """Of a like call without and one with masked slots: how often it reads counts, and waits at barriers."""
+    own, found = problem.ranks()[torch.distributed.get_rank(group)], []
+    parallel, placed = ExpertParallel(group, way, 9), {"placement": problem.placement}
+    with running_on("reference"), torch.no_grad(), mock.patch.object(again, "_DEVICES", {"cpu"}):
+        for turn in range(4):
+            x, experts, routing = to_torch((own.x, own.experts, own.routing))
+            routing.ids[: 2 * (turn == 3)] = -1
+            read = mock.patch.object(routes, "read_by_host", wraps=routes.read_by_host)
+            gather = mock.patch.object(Ranks, "start_all_gather", autospec=True, side_effect=Ranks.start_all_gather)
+            with read as reads, gather as messages, mock.patch.object(ExchangeCall, "check"):
+                output = parallel_moe(x, experts, routing, problem.spec, parallel=parallel, **placed).output
+            found += [reads.call_count, messages.call_count]
+            if len(problem.tokens) == 1:
+                assert torch.equal(output, moe_torch.moe(x, experts, routing, problem.spec).output)
+    return found[4:]
+
+
+@over((ExchangeSpec(), ExchangeSpec(rows="slots"), ExchangeSpec("peer")))
+def test_one_rank_waits_for_nothing(ranks: Pool, way: ExchangeSpec) -> None:
+    for size in (1, 2):
+        problem = draw_problem(
+            1, placement_of("linear", 6, size), (5,) * size, 3, "random", "bfloat16", PLAIN, sizes=(16, 8)
+        )
+        for found in ranks.call(waits, [(problem, way)] * size):
+            assert found == [size - 1 if way.mode == "all_to_all" else 0, 2 * (size - 1) * (way.mode == "peer")] * 2
 
 
 @every_way
