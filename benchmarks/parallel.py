@@ -1,11 +1,9 @@
 """Expert parallelism on the GPUs of one host: every mode beside one GPU, beside plain all-to-all, and its memory.
 
     python -m benchmarks.parallel --output record.json                       # starts a process for each GPU
-    torchrun --nproc-per-node 2 -m benchmarks.parallel --output record.json
 
 Parity comes first: a cell whose output is not that of one device, bit by bit, is not timed; with rows in fp8 it has to
-be close. A cell that fails has its error in the record. Started by itself, the benchmark also ends ranks that hang, and
-goes on with new ones.
+be close. A cell that fails has its error in the record, and new ranks go on after one that fails or hangs.
 benchmarks/README.md describes the record.
 """
 
@@ -17,7 +15,6 @@ import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
 import statistics
 import sys
 import tempfile
@@ -28,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting, predicted
-from benchmarks.parallel_serve import attempt, joined, serve
+from benchmarks.parallel_serve import serve
 from benchmarks.provenance import provenance
 from benchmarks.record import table
 from benchmarks.shapes import ALL_SHAPES, Shape
@@ -96,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     found = parser.parse_args(arguments)
     on_cpu = found.device == "cpu"
     known, gpus = (_TINY, 0) if on_cpu else (_SHAPES, torch.cuda.device_count())
-    ranks = int(os.environ.get("WORLD_SIZE", found.ranks or (2 if on_cpu else min(gpus, 4))))
+    ranks = found.ranks or (2 if on_cpu else min(gpus, 4))
     if ranks < 2 or (not on_cpu and ranks > gpus):
         parser.error(f"--ranks must be 2 or more, and as many GPUs, got {ranks} of {gpus}; or give --device cpu")
     names = chosen_names(parser, "--shapes", found.shapes or ",".join(known), list(known))
@@ -225,25 +221,6 @@ def rows_of_processes(options: Options, deadline: float, target: Callable[..., N
             group.close()
 
 
-def rows_of_torchrun(options: Options, deadline: float) -> Iterator[Any]:
-    """Rows on the first rank, and nothing on the others; a rank that hangs ends all by the group's timeout."""
-    with joined(options.setting, int(os.environ["LOCAL_RANK"])) as bench:
-        ranks: list[Any] = [None] * bench.size
-        gloo: Any = dist.new_group(backend="gloo")
-        for cell in options.cells:
-            late = [time.monotonic() > deadline]
-            dist.broadcast_object_list(late, group=gloo)
-            found = {"error": "not run: the time was spent"} if late[0] else attempt(bench.measure, cell)
-            dist.all_gather_object(ranks, found, group=gloo)
-            errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(ranks) if "error" in one]
-            if errors:
-                # Ranks have to know the same.
-                bench.known.clear()
-            if bench.rank == 0:
-                yield cell.named | {"error": errors[0]} if errors else merged(cell, ranks)
-        dist.destroy_process_group()
-
-
 def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
     """The record, written after every cell where an output is named."""
     record: dict[str, Any] = {
@@ -273,14 +250,7 @@ def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 where a cell has an error."""
     options = parse(arguments)
-    deadline = time.monotonic() + options.seconds
-    if dist.is_torchelastic_launched():
-        rows = rows_of_torchrun(options, deadline)
-        if os.environ["RANK"] != "0":
-            return len(list(rows))
-    else:
-        rows = rows_of_processes(options, deadline)
-    record = run(options, rows)
+    record = run(options, rows_of_processes(options, time.monotonic() + options.seconds))
     print(table(record["rows"], COLUMNS))
     return int(any("error" in row for row in record["rows"]))
 
