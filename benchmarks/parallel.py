@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import parallel_ahead
 from benchmarks.draws import SEED
 from benchmarks.options import chosen_names, numbers_of_tokens
 from benchmarks.parallel_cell import EXCHANGES, Cell, Setting, fitting, predicted
@@ -250,6 +252,15 @@ def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 where a cell has an error."""
     options = parse(arguments)
+    if options.setting.device == "cuda":
+        jobs: dict[str, list[Callable[[], None]]] = {}
+        for cell in options.cells:
+            jobs.setdefault(cell.shape.name, []).append(functools.partial(parallel_ahead.measured, cell))
+        # This process has looked at its GPUs.
+        context = multiprocessing.get_context("spawn")
+        ahead = context.Process(target=parallel_ahead.compile_ahead, args=(jobs, options.setting.ranks))
+        ahead.start()
+        ahead.join()
     record = run(options, rows_of_processes(options, time.monotonic() + options.seconds))
     print(table(record["rows"], COLUMNS))
     return int(any("error" in row for row in record["rows"]))

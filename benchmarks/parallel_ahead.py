@@ -1,6 +1,6 @@
-"""Compile on CPU cores, without a GPU, the kernels that benchmarks.parallel and benchmarks.parallel_uses run.
+"""Compile on CPU cores, without a GPU, the kernels that ranks run: benchmarks.parallel does it before it starts them.
 
-    python -m benchmarks.parallel_ahead [--ranks 2] [--jobs dsv3,hosts] [--workers 8]
+    python -m benchmarks.parallel_ahead [--ranks 2] [--parts hosts,recipe]      # of benchmarks.parallel_uses
 
 Ranks that wait in NCCL while another compiles waste their GPUs. Here calls run on a CPU with plans for an H200 and
 kernels that do nothing. Operators that say how many rows travel run as the NumPy reference. Messages pretend that every
@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import moe_torch.warmup  # noqa: F401
 from benchmarks import parallel_rank, parallel_uses
-from benchmarks.parallel_cell import Cell, fitting
+from benchmarks.parallel_cell import Cell
 from benchmarks.shapes import ALL_SHAPES, Shape
 from moe_core.base import Target
 from moe_core.base.recent import forget_plans
@@ -47,7 +46,7 @@ from moe_torch.parallel.peer import symmetric
 from moe_torch.parallel.peer.counted import CountedRoutes
 from moe_torch.parallel.peer.direct import DirectRoutes
 
-_TARGET, _MEMORY = Target("cuda", 90, 132), 141e9
+_TARGET = Target("cuda", 90, 132)
 #: Operators whose results the host reads, or that make them.
 _REAL = {"route", "send_tables", "receive_tables", "make_layout", "layout_of_runs", "physical_ids"}
 #: Arguments beyond these bytes are never computed with.
@@ -117,10 +116,6 @@ def recorded() -> Iterator[list[LaunchPlan]]:
     def randn(*size: Any, generator: Any = None, **options: Any) -> torch.Tensor:
         return torch.empty(*size, **options)
 
-    def warmup(ahead: Sequence[LaunchPlan], *_: Any, **__: Any) -> Any:
-        plans.extend(ahead)
-        return SimpleNamespace(compiled=())
-
     calls = "moe_torch.parallel"
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context
@@ -134,28 +129,24 @@ def recorded() -> Iterator[list[LaunchPlan]]:
         for module in ("forward", "routes"):
             patch(mock.patch(f"{calls}.{module}.require_room", lambda *_: None))
         patch(mock.patch.object(torch, "randn", randn))
-        patch(mock.patch.object(sys.modules["moe_torch.warmup"], "target_of_device", lambda _: _TARGET))
-        patch(mock.patch("moe_torch.warmup.core.warmup", warmup))
-        patch(mock.patch.multiple(parallel_rank, warmup=warmup, target_of=lambda _: _TARGET))
         yield plans
 
 
-def _bench(shape: Shape, on_gpu: bool = True) -> Any:
+def _bench(shape: Shape) -> Any:
     sizes, count = shape.matrices(), shape.num_experts
     bias = {"gate_up_bias": 2 * shape.d_ff, "down_bias": shape.d_model} if shape.biased else {}
     biases = {name: torch.empty(count, width) for name, width in bias.items()}
     weights = ExpertWeights(*(torch.empty(size, dtype=torch.bfloat16) for size in sizes), **biases)
     bench = SimpleNamespace(rank=0, size=dist.get_world_size(), device=torch.device("cpu"), seed=0)
     bench.group = dist.group.WORLD
-    bench.weights, bench.is_gpu, bench.take, bench.free = weights, on_gpu, lambda _: None, lambda: None
+    bench.weights, bench.is_gpu, bench.take, bench.free = weights, False, lambda _: None, lambda: None
     return bench
 
 
-def cell(shape: Shape, tokens: int, mode: str, training: bool) -> None:
+def measured(cell: Cell) -> None:
     """Run all that `parallel_rank.Bench.measure` runs."""
-    with torch.set_grad_enabled(training):
-        problem = parallel_rank._Problem(_bench(shape), Cell(shape, tokens, mode, "tokens", training))
-        problem._compile()
+    with torch.set_grad_enabled(cell.training):
+        problem = parallel_rank._Problem(_bench(cell.shape), cell)
         for call in (problem.together, problem.alone, problem.owner_call()):
             problem.step(call)()
         problem.together()
@@ -177,7 +168,7 @@ class _Uses(parallel_uses.Uses):
 def use(part: str, shape: Shape, tokens: int) -> None:
     """Run a part of parallel_uses without FSDP."""
     options = SimpleNamespace(shapes=[shape], tokens=[tokens], modes=("all_to_all", "peer"))
-    for _ in parallel_uses.PARTS_BY_NAME[part](_Uses(_bench(shape, on_gpu=False), options)):
+    for _ in parallel_uses.PARTS_BY_NAME[part](_Uses(_bench(shape), options)):
         pass
 
 
@@ -190,20 +181,6 @@ def recipe(shape: Shape, tokens: int, together: bool) -> None:
     # The first block's input asks for no gradient.
     for rows in (x, x.clone().requires_grad_()):
         block.moe(torch.nn.functional.rms_norm(rows, rows.shape[-1:])).float().square().mean().backward()
-
-
-def jobs() -> dict[str, list[Callable[[], None]]]:
-    """What the README's commands run, by name."""
-    make, uses, small = functools.partial, ALL_SHAPES["qwen3"], ALL_SHAPES["granite"]
-    # With more tokens, other modes run kernels of these.
-    ways = [(tokens, mode) for tokens in (128, 4096) for mode in ("peer", "all_to_all")] + [(16384, "peer")]
-    found: dict[str, list[Callable[[], None]]] = {}
-    for training in (False, True):
-        for name in ("gptoss120b", "dsv3", "mixtral", "qwen3", "glm45air"):
-            shape = fitting(ALL_SHAPES[name], _MEMORY, training)
-            found[f"{name}{' training' * training}"] = [make(cell, shape, *way, training) for way in ways]
-    found |= {part: [make(use, part, uses, 4096)] for part in ("hosts", "batches", "adapters")}
-    return found | {"recipe": [make(recipe, small, 1024, together) for together in (True, False)]}
 
 
 def kernels_of(runs: Sequence[Callable[[], None]], ranks: int = 4) -> Kernels:
@@ -226,42 +203,46 @@ def _compile(kernel: tuple[LaunchPlan, KernelLaunch]) -> None:
     compile_launch(plan, launch, plan.target)
 
 
-def _job(name: str, ranks: int, workers: int) -> None:
+def _job(name: str, runs: Sequence[Callable[[], None]], ranks: int, workers: int) -> None:
     torch.set_num_threads(2)
-    began, kernels = time.monotonic(), kernels_of(jobs()[name], ranks)
+    began, kernels = time.monotonic(), kernels_of(runs, ranks)
     planned = time.monotonic() - began
     # Launches hold what no pipe carries, so workers have them from the fork. The slowest begin.
     kernels.sort(key=lambda kernel: ".sm90." not in kernel[1].kernel.name)
-    context = multiprocessing.get_context("fork")
-    running = [
-        context.Process(target=lambda n: [*map(_compile, kernels[n::workers])], args=(n,)) for n in range(workers)
-    ]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join()
-    failed = sum(process.exitcode != 0 for process in running)
+    failed = _failed((lambda n: [*map(_compile, kernels[n::workers])], (n,)) for n in range(workers))
     print(f"{name}: {len(kernels)} kernels, {planned:.0f} s to plan, {time.monotonic() - began:.0f} s", flush=True)
     sys.exit(failed)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile. Returns the number of jobs that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", default=",".join(jobs()), help="(default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=8, help="processes of a job (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _failed(calls: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]]) -> int:
+    """How many of some calls, each in a process, fail."""
     context = multiprocessing.get_context("fork")
-    running = [
-        context.Process(target=_job, args=(name, options.ranks, options.workers)) for name in options.jobs.split(",")
-    ]
+    running = [context.Process(target=call, args=arguments) for call, arguments in calls]
     for process in running:
         process.start()
     for process in running:
         process.join()
     return sum(process.exitcode != 0 for process in running)
+
+
+def compile_ahead(jobs: Mapping[str, Sequence[Callable[[], None]]], ranks: int, workers: int = 8) -> int:
+    """Compile what calls run, a process and its workers for each list of them. Returns the number of lists that failed.
+    Must run before a GPU is used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return _failed((_job, (name, runs, ranks, workers)) for name, runs in jobs.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile what the README's commands of parallel_uses run."""
+    jobs = {
+        part: [functools.partial(use, part, ALL_SHAPES["qwen3"], 4096)] for part in ("hosts", "batches", "adapters")
+    }
+    jobs["recipe"] = [functools.partial(recipe, ALL_SHAPES["granite"], 1024, together) for together in (True, False)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(jobs), help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    return compile_ahead({part: jobs[part] for part in options.parts.split(",")}, options.ranks)
 
 
 if __name__ == "__main__":

@@ -20,18 +20,14 @@ from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
 from moe_core.base.arrays import ArraySpec
 from moe_core.base.target import Target
-from moe_core.ops.moe.backward import gradient_names, plan_moe_backward
 from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
+from moe_core.ops.moe.options import ForwardOptions
 from moe_core.parallel import Placement, plan_exchange
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.devices import target_of
-from moe_core.runtime.warmup import warmup
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
-    MoEOperands,
-    OutputGradients,
     RouterLogits,
     SharedExpert,
     TopK,
@@ -95,8 +91,6 @@ class Bench:
     def _measure(self, cell: Cell) -> dict[str, Any]:
         problem = _Problem(self, cell)
         found: dict[str, Any] = {}
-        if (compiled := problem.compile_ahead()) is not None:
-            found["compiled"] = compiled
         y = problem.together()
         assert int(y.overflow) == 0, "a routing of distinct ids fits"
         same = torch.tensor([int(problem.agrees(y.output))], device=self.device)
@@ -265,38 +259,6 @@ class _Problem:
         rows = self.x.new_zeros(self.cell.tokens * self.cell.shape.top_k, self.cell.shape.d_model)
         return rows, self.slots[rank].tolist(), self.slots[:, rank].tolist()
 
-    def compile_ahead(self) -> int | None:
-        """Compile what the products need, several kernels at a time; None on a CPU."""
-        if not self.bench.is_gpu:
-            return None
-        # The first rank compiles, the others find it done.
-        compiled = 0
-        for turn in (True, False):
-            if turn == (self.bench.rank == 0):
-                compiled = self._compile()
-            dist.barrier()
-        return compiled
-
-    def _compile(self) -> int:
-        tokens, shape = self.cell.tokens, self.cell.shape
-        count = int(self.slots[:, self.bench.rank].sum())
-        routing = TopK(
-            torch.zeros(1, 1, dtype=torch.int32, device=self.bench.device), torch.ones(1, 1, device=self.bench.device)
-        )
-        training = self.cell.training
-        given = (self.x, self.bench.weights, RouterLogits(self.logits))
-        own = (self.x[:1], self.own, routing, self.owner_spec)
-        reports = [
-            moe_torch.warmup(*given, self.spec, tokens=[tokens], training=training),
-            moe_torch.warmup(*given, self.group_spec, tokens=[tokens]),
-            moe_torch.warmup(*own, tokens=[count, self.bench.size * tokens * shape.top_k], training=training),
-        ]
-        if self.exchange.mode == "peer":
-            target = target_of((self.bench.device.type, self.bench.device.index or 0))
-            plans = [self._owner_plan(target)] + [self._owner_backward(target)] * self.cell.training
-            reports.append(warmup(plans, (self.bench.device.index or 0,)))
-        return sum(len(report.compiled) for report in reports)
-
     def memory(self) -> dict[str, Any]:
         """Bytes that a call takes at its peak beside its arguments, and what its plans add up to."""
         found: dict[str, Any] = {"link_bytes": self._link_bytes()}
@@ -328,20 +290,6 @@ class _Problem:
 
     def _owner_plan(self, target: Target) -> LaunchPlan:
         """The owner's op for the most rows that there can be."""
-        operands, spec, options = self._owner_arguments()
-        options |= {"save": self.cell.training} if options else {}
-        return plan_moe(operands.x, operands.experts, operands.routing, spec, target, options=ForwardOptions(**options))
-
-    def _owner_backward(self, target: Target) -> LaunchPlan:
-        """Its backward, in which every array has a gradient."""
-        operands, spec, options = self._owner_arguments()
-        options |= {"wanted": gradient_names(operands), "overwrite": True}
-        return plan_moe_backward(
-            OutputGradients(operands.x), operands, spec, target, options=BackwardOptions(**options)
-        )
-
-    def _owner_arguments(self) -> tuple[MoEOperands, MoESpec, dict[str, Any]]:
-        """Its arrays, and where results go if that is elsewhere."""
         exchange, width, spec = self._plan(), 1, self.owner_spec
         slots = int(self.slots[:, self.bench.rank].sum())
         if exchange.bounds.back is not None:
@@ -352,14 +300,14 @@ class _Problem:
             slots, width = self.bench.size * self.cell.tokens, self.cell.shape.top_k
             tuning = dataclasses.replace(spec.tuning or Tuning(), expected_tokens=slots)
             spec = dataclasses.replace(spec, tuning=tuning)
-        options: dict[str, Any] = {}
+        options = ForwardOptions()
         if self.exchange.mode == "peer":
             # Results are stored at their homes.
-            options = {"results_at": ArraySpec((slots * width,), "int64")}
+            options = ForwardOptions(results_at=ArraySpec((slots * width,), "int64"))
         routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
         experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
         x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
-        return MoEOperands(x, experts, routing), spec, options
+        return plan_moe(x, experts, routing, spec, target, options=options)
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""

@@ -105,7 +105,6 @@ def hosts(uses: Uses) -> Iterator[Row]:
                 problem.own = map_arrays(bench.weights, lambda array, mine=mine: array[mine].contiguous())
                 problem.parallel = ExpertParallel(mesh if levels == 2 else bench.group)
                 problem.exchange = ExchangeSpec(hosts=levels)
-                problem.compile_ahead()
                 expected = problem.alone(as_in_a_group=True).output
                 same = uses.everywhere(torch.equal(problem.together().output, expected))
                 row = {"shape": shape.name, "tokens": tokens, "replicas": replicas, "hosts": levels, "equal": same}
@@ -129,7 +128,6 @@ def batches(uses: Uses) -> Iterator[Row]:
     """`dispatch` and `combine` of two micro-batches, one after the other and overlapped, beside one call of `moe`."""
     for shape, tokens in uses.cells:
         problem = uses.problem(shape, tokens)
-        problem.compile_ahead()
         x, options = problem.x, {"parallel": ExpertParallel(uses.bench.group), "placement": problem.placement}
         routing = uses.given(problem)
         ids, weights, spec = routing.ids, routing.weights, problem.spec

@@ -378,7 +378,7 @@ def test_red_parity_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("mode", "training"), [("peer", True), ("all_to_all", False)])
 def test_kernels_of_ranks_are_found_without_a_gpu(mode: str, training: bool) -> None:
-    run = functools.partial(parallel_ahead.cell, parallel_uses._TINY, 48, mode, training)
+    run = functools.partial(parallel_ahead.measured, parallel.Cell(parallel_uses._TINY, 48, mode, "tokens", training))
     kernels = {launch.kernel.name.rpartition(":")[2] for _, launch in parallel_ahead.kernels_of([run])}
     way = {"push_tokens_once", "sum_results", "pull_weights", "push_rows", "weight_gradient", "routing_backward"}
     wanted = way if training else {"count_sends", "place_sends", "gather_rows", "reduce"}
