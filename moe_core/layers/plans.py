@@ -19,7 +19,7 @@ from moe_core.ops.routing.topk import plan_routing
 from moe_core.plan import Explanation, LaunchPlan
 from moe_core.plan.float64 import any_precision
 from moe_core.specs import LayoutSpec, MoESpec, RouterSpec, TokenRounding
-from moe_core.specs.operands import MoEOperands, RouterWeights, RoutingGradients, TopK
+from moe_core.specs.operands import LoRAFactors, MoEOperands, RoutingGradients, TopK
 
 Plans = tuple[LaunchPlan, ...]
 
@@ -32,11 +32,14 @@ def layer_plans(
 
     operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
     """
-    moe_spec, x, router = spec.moe_spec(default), operands.x, operands.routing
+    moe_spec, x = spec.moe_spec(default), operands.x
     first, last = StagePlans(target), StagePlans(target)
-    rounding = spec.token_rounding if training else None
-    if spec.in_stages or rounding is not None:
-        _routing_plans(first, x, router, spec, moe_spec, rounding)
+    rounding, lora = spec.token_rounding if training else None, operands.lora
+    if lora is not None:
+        own = lora.of_experts()
+        operands = dataclasses.replace(operands, lora=own, adapter_ids=own and operands.adapter_ids)
+    if spec.in_stages or rounding is not None or (lora is not None and lora.beyond_experts):
+        _routing_plans(first, operands, spec, moe_spec, rounding, lora)
         width = spec.top_k if rounding is None else rounding.width(spec.top_k, spec.num_experts)
         ids, weights = (ArraySpec((x.shape[0], width), dtype) for dtype in ("int32", "float32"))
         operands = dataclasses.replace(operands, routing=TopK(ids, weights), token_mask=None)
@@ -51,7 +54,7 @@ def layer_plans(
         operands = dataclasses.replace(operands, shared=None)
         last.normalised_experts(rows, operands.experts, moe_spec, spec)
     else:
-        if spec.latent is not None:
+        if spec.latent is not None or (lora is not None and (lora.a1_shared or lora.a2_shared)):
             operands = dataclasses.replace(operands, x=rows, shared=None)
         optional = {name: getattr(operands, name) for name in ("token_mask", "shared", "lora", "adapter_ids")}
         plain = dataclasses.replace(moe_spec, shared_activation=operands.shared and moe_spec.shared_activation)
@@ -62,7 +65,7 @@ def layer_plans(
     if spec.latent is not None:
         last.projection(rows, spec.d_model, moe_spec)
     if shared is not None and operands.shared is None:
-        last.shared(x, shared, moe_spec)
+        last.shared(x, shared, moe_spec, lora)
     output = spec.output
     if output is not None and output.norm is not None and not output.of_experts:
         last.norm(x, output.norm)
@@ -77,14 +80,16 @@ def layer_plans(
 
 def _routing_plans(
     plans: StagePlans,
-    x: ArraySpec,
-    router: RouterWeights,
+    operands: MoEOperands,
     spec: MoELayerSpec,
     moe_spec: MoESpec,
-    rounding: TokenRounding | None = None,
+    rounding: TokenRounding | None,
+    lora: LoRAFactors | None,
 ) -> None:
     """Norm and expert scales are assumed to have the dtype of the router's weight."""
+    x, router, adapted = operands.x, operands.routing, lora is not None and lora.a_router is not None
     tokens, logits_spec, target = x.shape[0], moe_spec.logits_spec(), plans.target
+    logits_spec = dataclasses.replace(logits_spec, logits_dtype="float32") if adapted else logits_spec
     logits = ArraySpec((tokens, spec.num_experts), "float32")
     ids, weights = (ArraySpec((tokens, spec.top_k), dtype) for dtype in ("int32", "float32"))
     wanted = ("d_x", "d_weight", *(("d_bias",) if router.bias is not None else ()))
@@ -93,6 +98,8 @@ def _routing_plans(
     arguments = (x, router.weight, router.bias, logits_spec, target)
     plans.forward.append(plan_router(*arguments))
     plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
+    if adapted:
+        plans.change(x, lora.a_router, lora.b_router, moe_spec)
     if rounding is not None:
         plan = plan_route_rounded(logits, spec.router, rounding, target, correction_bias=router.correction_bias)
         plans.forward.append(plan)
@@ -118,10 +125,11 @@ def explain_layer(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> Explanation:
     """The plans of a forward or training step as text. Arguments as in `layer_plans`."""
+    beyond = operands.lora is not None and operands.lora.beyond_experts
     forward, steps = layer_plans(operands, spec, default, target, training)
     plans = steps if training else forward
     rounds = training and spec.token_rounding is not None
-    if not spec.in_stages and not rounds and spec.output is None:
+    if not spec.in_stages and not rounds and not beyond and spec.output is None:
         return explain_training(plans) if training else Explanation.of(plans[0])
     lines = []
     if spec.capacity_factor is not None:

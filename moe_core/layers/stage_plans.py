@@ -19,7 +19,7 @@ from moe_core.ops.router.forward import plan_router
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.plan import LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, LogitsSpec, MatmulSpec, MoESpec, NormSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, SharedExpert
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, MatmulOperands, SharedExpert
 
 
 @dataclass
@@ -67,12 +67,29 @@ class StagePlans:
         shape = (x.shape[1], width) if spec.weight_layout == "in_out" else (width, x.shape[1])
         return self.product(MatmulOperands(x, ArraySpec(shape, x.dtype)), None, _dense(spec))
 
-    def shared(self, x: ArraySpec, shared: SharedExpert, spec: MoESpec) -> None:
-        one, dense = _one_layer, _dense(spec)
-        pre = self.product(MatmulOperands(x, one(shared.gate_up)), None, dense)
-        up = None if shared.up is None else self.product(MatmulOperands(x, one(shared.up)), None, dense)
-        hidden = self.activation(pre, spec.shared_activation or spec.activation, up)
-        self.product(MatmulOperands(hidden, one(shared.down)), None, dense)
+    def change(self, rows: ArraySpec, a: ArraySpec, b: ArraySpec, spec: MoESpec) -> None:
+        """Adapters of rows, as `moe_core.ops.lora.beyond` adds them. a and b: `[S, 1, ...]`."""
+        layout = LayoutSpec(rows.shape[0], 1, a.shape[0])
+        product = dataclasses.replace(_dense(spec), weight_layout="in_out", gather="token", scatter="slot")
+        product = dataclasses.replace(product, out_dtype="float32")
+        by_adapter = plan_layout(ArraySpec((rows.shape[0], 1), "int32"), layout, self.target)
+        self.forward += [by_adapter] if by_adapter not in self.forward else []
+        for factor in (a, b):
+            weight = ArraySpec((a.shape[0], *factor.shape[2:]), rows.dtype)
+            rows = self.product(MatmulOperands(rows, weight), layout, product)
+
+    def shared(self, x: ArraySpec, shared: SharedExpert, spec: MoESpec, lora: LoRAFactors | None = None) -> None:
+        def multiply(rows: ArraySpec, weight: ArraySpec, number: int) -> ArraySpec:
+            a, b = (getattr(lora, f"{side}{number}_shared", None) for side in "ab")
+            product = _dense(spec) if a is None else dataclasses.replace(_dense(spec), out_dtype="float32")
+            y = self.product(MatmulOperands(rows, _one_layer(weight)), None, product)
+            if a is not None:
+                self.change(rows, a, dataclasses.replace(b, shape=(*b.shape[:3], y.shape[1]), strides=None), spec)
+            return dataclasses.replace(y, dtype=rows.dtype)
+
+        up = None if shared.up is None else multiply(x, shared.up, 1)
+        pre = multiply(x, shared.gate_up, 1)
+        multiply(self.activation(pre, spec.shared_activation or spec.activation, up), shared.down, 2)
         if shared.gate is not None:
             arguments = (x, shared.gate, None, spec.shared_gate_spec(), self.target)
             plan = plan_router(*arguments)

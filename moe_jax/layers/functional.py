@@ -245,9 +245,7 @@ def _planned_for(
         plain = RouterWeights(router.weight, router.bias, router.correction_bias)
         if lora is not None:
             slots = initial_adapters(lora, spec, jax.random.key(0), param_dtype)
-            factors = LoRAFactors(**slots).of_experts()
-            if factors is not None:
-                operands = Adapters(factors, jnp.zeros(x.shape[:-1], jnp.int32)).added_to(operands)
+            operands = Adapters(LoRAFactors(**slots), jnp.zeros(x.shape[:-1], jnp.int32)).added_to(operands)
         optional = {"shared": operands.shared, "lora": operands.lora, "adapter_ids": operands.adapter_ids}
         call, (x_spec, experts, routing, _), more = moe_request(
             operands.x, operands.experts, plain, moe_spec, **optional

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MAXTEXT, LayerPart, MoELayerSpec
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
-from moe_core.ops.lora.beyond import adapted_logits, known_adapters, shared_output
+from moe_core.ops.lora.beyond import adapted_logits, adapted_tokens, shared_output
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import MatmulSpec, MoESpec, NormSpec, RouterSpec
 from moe_core.specs.operands import MatmulOperands, MoEOperands
@@ -149,11 +149,10 @@ def _run_stages(
     lora_dropout: float,
 ) -> tuple[MoEOutput | ParallelOutput, jax.Array]:
     x, router, mask = operands.x, operands.routing, operands.token_mask
-    factors, lora, own, invalid_adapters = operands.lora, {}, (), 0
+    factors, lora, own, invalid_adapters = operands.lora, {}, None, 0
     moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
     if factors is not None:
-        known, invalid_adapters = known_adapters(ops.ARRAYS, factors, operands.adapter_ids, mask)
-        own = factors, known, lora_dropout
+        own, invalid_adapters = adapted_tokens(ops.ARRAYS, factors, operands.adapter_ids, lora_dropout, mask)
         if (of_experts := factors.of_experts()) is not None:
             masked = operands.adapter_ids if mask is None else jnp.where(mask, operands.adapter_ids, -1)
             lora, invalid_adapters = {"lora": of_experts, "adapter_ids": masked}, 0
@@ -200,7 +199,7 @@ def _run_stages(
         moe_spec = dataclasses.replace(moe_spec, router=None, row_limit=limit)
         result = of_layer.run(x, operands.experts, given_ids, moe_spec, shared=operands.shared, **lora)
     else:
-        result = _around_experts(operands, around, (spec, moe_spec), given_ids, of_layer, lora, own if shares else ())
+        result = _around_experts(operands, around, (spec, moe_spec), given_ids, of_layer, lora, own if shares else None)
     if lora:
         assert result.invalid_ids is not None
         invalid_adapters = result.invalid_ids
@@ -227,7 +226,7 @@ def _around_experts(
     routing: TopK,
     of_layer: _Experts,
     lora: dict[str, Any],
-    of_shared: tuple[Any, ...],
+    of_shared: Any,
 ) -> MoEOutput | ParallelOutput:
     x, experts, (spec, moe_spec) = operands.x, operands.experts, specs
     product = MatmulSpec(moe_spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=moe_spec.matmul_tuning())

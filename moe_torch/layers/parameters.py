@@ -181,7 +181,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
             self.bias.zero_()
 
     def forward(self, input: torch.Tensor, lora: Any = None) -> torch.Tensor:
-        """lora: (factors, ids of `known_adapters`, dropout)."""
+        """lora: AdaptedTokens."""
         if self.norm is not None:
             assert self.layer_spec.router_norm is not None
             input = ops.rms_norm(input, self.norm, self.layer_spec.router_norm)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from moe_core.base.arrays import ArraySpec
 from moe_core.base.dtypes import canonical
 from moe_core.errors import InvalidInput
 from moe_core.layers import HUGGING_FACE, LayerCost, layer_cost
@@ -15,11 +17,11 @@ from moe_core.layers.costs import count_tokens
 from moe_core.layers.plans import explain_layer, layer_plans
 from moe_core.plan import Explanation
 from moe_core.runtime.warmup import WarmupReport, token_counts, warmup
-from moe_core.specs.operands import MoEOperands
-from moe_torch.bridge.arrays import target_of_device
+from moe_core.specs.operands import MoEOperands, map_arrays
+from moe_torch.bridge.arrays import array_spec, target_of_device
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import require_instance
-from moe_torch.layers.lora.slots import LoRA, LoRAParameters, adapted_call
+from moe_torch.layers.lora.slots import LoRA, LoRAParameters
 from moe_torch.layers.parameters import PrepackedExperts
 from moe_torch.operators.requests import operands_of
 
@@ -100,8 +102,8 @@ class PlannedLayer(PrepackedExperts):
         dtype = arrays[self._like_place].dtype
         arrays[0] = torch.empty(num_tokens, self.spec.d_model, dtype=dtype, device="meta")
         lora: Any = self.lora
-        factors = None if lora is None else lora.factors().of_experts()
-        if factors is None:
-            return operands_of(self._operator, (*arrays, self._options))
-        ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")
-        return operands_of(*adapted_call(self, arrays, factors, ids))
+        operands = operands_of(self._operator, (*arrays, self._options))
+        if lora is None:
+            return operands
+        factors = map_arrays(lora.factors(), lambda one: array_spec("lora", one))
+        return dataclasses.replace(operands, lora=factors, adapter_ids=ArraySpec((num_tokens,), "int32"))

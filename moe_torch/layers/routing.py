@@ -11,7 +11,7 @@ import torch
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.rounding import refuse_expert_parallel, refuse_given_ids, require_ids
-from moe_core.ops.lora.beyond import known_adapters
+from moe_core.ops.lora.beyond import adapted_tokens
 from moe_core.parallel import ParallelOutput
 from moe_core.specs import RouterSpec
 from moe_core.specs.operands import LoRAFactors, MoEOutput, RaggedLayout, RouterWeights, TopK
@@ -127,11 +127,13 @@ class _Adapters(NamedTuple):
         factors, ids = lora
         options, own, parts = layer.lora.options, factors.of_experts(), {"experts": layer.experts}
         dropout, router, shared = 0.0 if factors.seed is None else options.dropout, (), ()
-        known, invalid = known_adapters(ARRAYS, factors, ids, token_mask) if options.beyond_experts else (ids, 0)
+        tokens, invalid = None, 0
+        if options.beyond_experts:
+            tokens, invalid = adapted_tokens(ARRAYS, factors, ids, dropout, token_mask)
         if factors.a_router is not None:
-            parts["router"], router = layer.router, ((factors, known, dropout),)
+            parts["router"], router = layer.router, (tokens,)
         if factors.a1_shared is not None or factors.a2_shared is not None:
-            parts["shared_experts"], shared = layer.shared_experts, ((factors, known, dropout),)
+            parts["shared_experts"], shared = layer.shared_experts, (tokens,)
         for name in [name for name, part in parts.items() if has_own_call(part) and (own or name != "experts")]:
             raise Unsupported(
                 f"layer.{name} of a layer with adapters must have no hooks and wrappers, which would see none of them, "

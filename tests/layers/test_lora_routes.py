@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +21,16 @@ flax_nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp
 
 import moe_torch
-from moe_core.layers import LoRA, MoELayerSpec, SharedExpertsSpec
+from moe_core.layers import HUGGING_FACE, MAXTEXT, LoRA, MoELayerSpec, SharedExpertsSpec
+from moe_core.layers.lora import TARGETS
+from moe_core.layers.plans import layer_plans
+from moe_core.plan import registry
 from moe_core.runtime.cuda import cuda_available
 from moe_core.specs.operands import map_arrays
 from moe_jax import linen, nnx
+from moe_jax.layers.functional import _planned_for
+from moe_torch.bridge import operator
+from moe_torch.bridge.arrays import target_of_device
 from tools.fuzz.run_jax import to_jax, to_torch
 
 SPEC, T = MoELayerSpec(32, 16, 4, 2, shared_experts=SharedExpertsSpec(8)), 9
@@ -110,3 +118,27 @@ def test_a_field(field: str, tmp_path: Path) -> None:
         for one in exported:
             loaded.lora.load(slot, map_arrays(one, lambda array: to_torch(array, "cpu")))
     np.testing.assert_array_equal(in_torch(loaded, x, ids), expected, err_msg="and back")
+
+
+@pytest.mark.parametrize("targets", [tuple(TARGETS), ("router",), ("down", "shared_down")])
+def test_plans_of_a_layer_are_those_that_run(targets: tuple[str, ...]) -> None:
+    spec = MoELayerSpec(40, 24, 4, 2, shared_experts=SharedExpertsSpec(8, gate=True))
+    options, layer, ran = LoRA(4, targets=targets), moe_torch.MoE.from_spec(spec), []
+    layer.add_lora(options)
+    told = layer_plans(layer._operands_for(T), spec, HUGGING_FACE, target_of_device(torch.device("cpu")))[0]
+    real = operator.prepare
+    patched = mock.patch.object(operator, "prepare", lambda plan, index: ran.append(plan) or real(plan, index))
+    with torch.no_grad(), patched:
+        layer(torch.randn(T, 40))
+    left = {plan.key: plan for plan in ran if plan not in told}
+    assert ran and not left, "\n".join(plan.explain() for plan in left.values())
+    explained = str(layer.explain(T))
+    assert "matmul_ogs on" in explained and layer.warmup([T]).plans >= len(ran)
+    of_jax = nnx.MoE.from_spec(spec, rngs=flax_nnx.Rngs(0))
+    of_jax.add_lora(options, rngs=flax_nnx.Rngs(0))
+    before = {*registry.registered_keys()}
+    flax_nnx.grad(lambda layer, x: layer(x).sum(), argnums=(0, 1))(of_jax, jnp.ones((T, 40)))
+    operands, target = _planned_for(spec, (T, 40), (None, jnp.float32), None, of_jax.parameters(), options)
+    told = itertools.chain(*layer_plans(operands, spec, MAXTEXT, target, True))
+    left = {*registry.registered_keys()} - before - {plan.key for plan in told}
+    assert not left, "\n".join(registry.lookup(key).explain() for key in left)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.ops.lora.adapters import SALTS, Dropout
@@ -38,28 +38,41 @@ def refuse_beyond_experts(lora: LoRAFactors) -> None:
         )
 
 
-def known_adapters(of: Any, lora: LoRAFactors, ids: Any, token_mask: Any = None) -> tuple[Any, Any]:
-    """(ids with -1 for tokens without an adapter, int32 `[1]` the number of tokens that name none)."""
+class AdaptedTokens(NamedTuple):
+    """ids: each token's adapter, -1 for none. layout: of tokens by adapter."""
+
+    factors: LoRAFactors
+    ids: Any
+    layout: Any
+    dropout: float
+
+
+def adapted_tokens(
+    of: Any, lora: LoRAFactors, ids: Any, dropout: float, token_mask: Any = None
+) -> tuple[AdaptedTokens, Any]:
+    """(the tokens, int32 `[1]` the number that names no adapter)."""
     named = (ids >= 0) & (ids < len(lora.ranks))
     known = named & (lora.ranks > 0).any(1)[of.index(of.where(named, ids, 0))]
     wrong = ~known & (ids != -1)
     if token_mask is not None:
         # A masked token still visits the shared expert, and so its adapter.
         wrong = wrong & token_mask
-    return of.where(known, ids, -1), of.like(wrong.sum(), ids).reshape(1)
+    ids = of.where(known, ids, -1)
+    layout = of.ops.make_layout(ids[:, None], len(lora.scale))
+    return AdaptedTokens(lora, ids, layout, dropout), of.like(wrong.sum(), ids).reshape(1)
 
 
-def _change(of: Any, rows: Any, pair: Any, spec: MoESpec, adapters: Any, number: int) -> Any:
-    """s (rows A) B of each token's adapter, fp32 `[T, N]`, zeros without one. adapters: (factors, ids of
-    `known_adapters`, dropout). number: of the mask, each another than the experts'."""
-    (a, b), (lora, ids, dropout) = (one[:, 0] for one in pair), adapters
+def _change(of: Any, rows: Any, pair: Any, spec: MoESpec, adapters: AdaptedTokens, number: int) -> Any:
+    """s (rows A) B of each token's adapter, fp32 `[T, N]`, zeros without one. number: of the mask, each another than
+    the experts'."""
+    (a, b), (lora, ids, layout, dropout) = (one[:, 0] for one in pair), adapters
     has, left, scale = ids >= 0, rows, lora.scale[:, 0]
     slot, used = of.index(of.where(has, ids, 0)), (of.arange(a.shape[-1], ids) < lora.ranks[:, :, None]).any(1)
     if dropout:
         mask = Dropout(dropout, "token")
         left, scale = of.where(of.kept(rows.shape, lora.seed + number, mask), rows, 0), scale * mask.kept
     more = {"out_dtype": _wide(rows), "allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
-    layout, product = of.ops.make_layout(ids[:, None], len(lora.scale)), MatmulSpec("in_out", "token", "slot", **more)
+    product = MatmulSpec("in_out", "token", "slot", **more)
     # Rows without an adapter, and columns behind a rank, hold anything.
     a, b = of.where(used[:, None], a, 0), of.where(used[:, :, None], b, 0)
     low = of.ops.matmul_ogs(MatmulOperands(left, of.like(a, rows)), layout, product)
@@ -71,20 +84,20 @@ def _wide(array: Any) -> str | None:
     return None if str(array.dtype).endswith("float64") else "float32"
 
 
-def adapted_logits(of: Any, rows: Any, router: RouterWeights, spec: MoESpec, lora: Any) -> Any:
-    """`rows W + bias + s (rows A) B`, fp32 `[T, E]`. lora: (factors, ids of `known_adapters`, dropout)."""
+def adapted_logits(of: Any, rows: Any, router: RouterWeights, spec: MoESpec, lora: AdaptedTokens) -> Any:
+    """`rows W + bias + s (rows A) B`, fp32 `[T, E]`."""
     plain = dataclasses.replace(spec.logits_spec(), logits_dtype="float32")
     logits = of.ops.router(rows, router.weight, bias=router.bias, spec=plain)
-    logits = logits + _change(of, rows, (lora[0].a_router, lora[0].b_router), spec, lora, 1)
+    logits = logits + _change(of, rows, (lora.factors.a_router, lora.factors.b_router), spec, lora, 1)
     return of.rounded(logits, spec.logits_dtype)
 
 
 def shared_output(of: Any, x: Any, shared: Any, spec: MoESpec, lora: Any = None, layer_index: Any = None) -> Any:
-    """The shared expert's output `[T, D]`, cast after each product. lora: as of `adapted_logits`."""
+    """The shared expert's output `[T, D]`, cast after each product. lora: AdaptedTokens."""
     index = layer_index if len(shared.down.shape) == 3 else None
 
     def multiply(rows: Any, weight: Any, number: int, columns: slice = slice(None)) -> Any:
-        a, b = (getattr(lora[0], f"{side}{number}_shared") for side in "ab") if lora else (None, None)
+        a, b = (getattr(lora.factors, f"{side}{number}_shared") for side in "ab") if lora else (None, None)
         more = {"allow_tf32": spec.allow_tf32, "tuning": spec.matmul_tuning()}
         product = MatmulSpec(spec.weight_layout, out_dtype=None if a is None else _wide(rows), **more)
         y = of.ops.matmul_ogs(MatmulOperands(rows, weight, layer_index=index), None, product)
@@ -106,16 +119,16 @@ def run_beyond_experts(of: Any, operands: tuple[Any, Any, Any], spec: MoESpec, l
     """`moe` with factors of the router or the shared expert. operands: x, experts, routing. more: other arguments."""
     (x, experts, routing), mask, adapter_ids = operands, more["token_mask"], more.pop("adapter_ids")
     _check(routing, spec, lora, adapter_ids, more)
-    ids, invalid = known_adapters(of, lora, adapter_ids, mask)
+    tokens, invalid = adapted_tokens(of, lora, adapter_ids, spec.lora_dropout, mask)
     own, dropout, changed, shared = lora.of_experts(), spec.lora_dropout, {}, more["shared"]
     if lora.a_router is not None:
         rows = x if mask is None else of.where(mask[:, None], x, 0)
-        changed["logits"] = logits = adapted_logits(of, rows, routing, spec, (lora, ids, dropout))
+        changed["logits"] = logits = adapted_logits(of, rows, routing, spec, tokens)
         routing = TopK(*of.ops.route(logits, spec.router, correction_bias=routing.correction_bias, token_mask=mask))
         spec = dataclasses.replace(spec, router=None)
     visited = None
     if lora.a1_shared is not None or lora.a2_shared is not None:
-        visited = shared_output(of, x, shared, spec, (lora, ids, dropout))
+        visited = shared_output(of, x, shared, spec, tokens)
         more, spec = more | {"shared": None}, dataclasses.replace(spec, shared_activation=None)
     more = more | ({"lora": own, "adapter_ids": adapter_ids} if own is not None else {})
     result = of.ops.moe(x, experts, routing, dataclasses.replace(spec, lora_dropout=dropout if own else 0.0), **more)
