@@ -110,7 +110,8 @@ class Kernel:
         name: `"module:function"` under `moe_core.ops`.
         pdl: when the kernel waits for the previous launch under PDL (`moe_core.ops.moe.pdl`). `"start"`: before it
             reads or writes anything. `"layout"`: after looking up its layout and schedule, or at its start if the
-            previous launch writes them. None: no PDL, and no constant `PDL`.
+            previous launch writes them. `"tail"`: likewise, or after its sums if the previous launch writes low-rank
+            rows of its tail. None: no PDL, and no constant `PDL`.
         writes_layout: it writes a layout, a schedule, or counts of one.
         whole_multiprocessor: each block takes one; PDL gains for any number of tokens.
         counts_slots: it counts in histograms, and `moe_core.runtime.compiler` checks that each element counts once.
@@ -120,7 +121,7 @@ class Kernel:
     """
 
     name: str
-    pdl: Literal["start", "layout"] | None = None
+    pdl: Literal["start", "layout", "tail"] | None = None
     writes_layout: bool = False
     whole_multiprocessor: bool = False
     counts_slots: bool = False
@@ -129,8 +130,8 @@ class Kernel:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.]+:\w+", self.name):
             raise InvalidInput(f"name must be 'module:function' under moe_core.ops, got {self.name!r}; correct it")
-        if self.pdl not in (None, "start", "layout"):
-            raise InvalidInput(f"pdl of {self.name} must be None, 'start' or 'layout', got {self.pdl!r}; choose one")
+        if self.pdl not in (None, "start", "layout", "tail"):
+            raise InvalidInput(f"pdl of {self.name} must be None, start, layout or tail, got {self.pdl!r}; choose one")
 
     @property
     def function(self) -> str:
@@ -148,7 +149,7 @@ def function_name(function: Any) -> str:
 def declare_kernel(
     function: Any,
     *,
-    pdl: Literal["start", "layout"] | None = None,
+    pdl: Literal["start", "layout", "tail"] | None = None,
     writes_layout: bool = False,
     whole_multiprocessor: bool = False,
     counts_slots: bool = False,

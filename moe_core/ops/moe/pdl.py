@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from moe_core.plan import Constant, KernelLaunch, LaunchPlan, Pointer, TensorMap
 
@@ -67,7 +68,11 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False,
         first = use_pdl(dataclasses.replace(plan, steps=first), num_tokens, batch_invariant=batch_invariant)
         return dataclasses.replace(first, steps=(*first.steps, *second))
     if (reason := why_not_pdl(plan, num_tokens, batch_invariant)) is not None:
-        return dataclasses.replace(plan, notes=(*plan.notes, f"launches follow one another: {reason}"))
+        note = f"launches follow one another: {reason}"
+        if plan.target.has_pdl and not batch_invariant and any(map(_reads_low, plan.steps, (None, *plan.steps))):
+            note = f"launches follow one another but for products with adapters: {reason}"
+            plan = dataclasses.replace(plan, steps=_behind_tails(plan.steps))
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
     steps, ahead = [], None
     for step in plan.steps:
         assert isinstance(step, KernelLaunch), step
@@ -84,6 +89,28 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False,
 def _with_pdl(step: KernelLaunch, ahead: KernelLaunch | None) -> KernelLaunch:
     if step.kernel.pdl is None:
         return step
-    looks_first = step.kernel.pdl == "layout" and ahead is not None and not ahead.kernel.writes_layout
-    arguments = dict(step.arguments) | {"PDL": Constant("layout" if looks_first else "start")}
+    when = "start"
+    if step.kernel.pdl != "start" and ahead is not None and not ahead.kernel.writes_layout:
+        when = "tail" if _reads_low(step, ahead) else "layout"
+    arguments = dict(step.arguments) | {"PDL": Constant(when)}
     return dataclasses.replace(step, arguments=tuple(arguments.items()), dependent=ahead is not None)
+
+
+def _reads_low(step: Any, ahead: Any) -> bool:
+    """The launch ahead writes the low-rank rows of a product's tail, so that its sums need not wait."""
+    if not (isinstance(step, KernelLaunch) and isinstance(ahead, KernelLaunch)) or step.kernel.pdl != "tail":
+        return False
+    low = dict(step.arguments).get("tail_low")
+    return isinstance(low, Pointer) and dict(ahead.arguments).get("low") == low
+
+
+def _behind_tails(steps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Products that wait for the launch ahead before their tails alone, which then needs no room."""
+    made = []
+    for step, ahead, behind in zip(steps, (None, *steps), (*steps[1:], None), strict=False):
+        if _reads_low(step, ahead):
+            step = _with_pdl(step, ahead)
+        elif _reads_low(behind, step):
+            step = _with_pdl(step, None)
+        made.append(step)
+    return tuple(made)

@@ -24,7 +24,7 @@ from moe_core.ops.moe import pdl
 from moe_core.plan.builder import PlanBuilder
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.specs.tuning import Tuning
-from tests.support.compile_gate.pdl_order import layer_plan, order_violation, quantized_plan
+from tests.support.compile_gate.pdl_order import adapted_plan, layer_plan, order_violation, quantized_plan
 from tests.support.faults.kernel_copies import NO_FAULT, plant
 from tests.support.faults.pdl import FAULTS, ORDER_BROKEN, PLANS
 from tests.support.harness import engine_target, run_plan
@@ -164,6 +164,20 @@ def test_large_experts_launch_ordinarily() -> None:
     assert f"note    launches follow one another: {reason}" in plan.explain()
 
 
+def test_sums_do_not_wait_for_the_rows_of_their_tails() -> None:
+    """Nor where launches are ordinary otherwise."""
+    shrunk, product = ("shrink", True, "start"), ("matmul_ogs", True, "tail")
+    ahead = [("route", False, "start"), ("layout_at_once", True, "start")]
+    assert described(adapted_plan(H200, 4)) == [*ahead, *2 * [shrunk, product], FEW[3]]
+    width = pdl.MOST_EXPERT_BYTES // (2 * 3 * 192) // 64 * 64 + 64
+    plan, apart = adapted_plan(H200, 4, width=width), ("shrink", False, "start")
+    ordinary = [(name, False, None) for name, *_ in ahead], ("reduce", False, None)
+    assert described(plan) == [*ordinary[0], *2 * [apart, product], ordinary[1]]
+    assert "note    launches follow one another but for products with adapters" in plan.explain()
+    invariant = described(adapted_plan(H200, 4, tuning=Tuning(batch_invariant=True)))
+    assert not any(dependent for _, dependent, _ in invariant)
+
+
 @pytest.fixture
 def ordinary_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LaunchPlan]]:
     """The plan that a function makes, its launches one after another."""
@@ -213,6 +227,13 @@ def test_overlapping_changes_no_bit_of_quantised_stages(
     require_equal_bits(ordinary_plan, quantized_plan, tokens, scheme=scheme, num_experts=32)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 16384])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_tails_change_no_bit(tokens: int, width: int, ordinary_plan: Callable[..., LaunchPlan]) -> None:
+    require_equal_bits(ordinary_plan, adapted_plan, tokens, top_k=4, num_experts=32, width=width)
+
+
 def require_equal_bits(
     ordinary_plan: Callable[..., LaunchPlan], make: Callable[..., LaunchPlan], tokens: int, **options: Any
 ) -> None:
@@ -224,6 +245,9 @@ def require_equal_bits(
     assert any(step.dependent for step in launches(plan)) == (target.arch >= 90)
     for _ in range(20):
         arrays = {buffer.name: drawn(buffer.spec, random, tokens) for buffer in plan.inputs}
+        if "adapter_ids" in arrays:
+            arrays["adapter_ids"] = random.integers(-1, 2, tokens, np.int32)
+            arrays["lora.ranks"] = random.integers(0, 17, arrays["lora.scale"].shape, np.int32)
         found, expected = run_plan(plan, arrays), run_plan(ordinary, arrays)
         for name, value in expected.items():
             assert found[name].tobytes() == value.tobytes(), name

@@ -16,7 +16,7 @@ from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
-from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, RouterLogits, SharedExpert, TopK
 
 WAIT, ALLOW = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 #: Loads, stores, atomics and copies of global memory, and the two instructions of dependent launches, as PTX has them.
@@ -44,7 +44,7 @@ def order_violation(launch: KernelLaunch, ptx: str) -> str:
         return "the next launch is allowed before this one has waited"
     if (ALLOW in steps) != (launch.kernel not in _LAST):
         return "the next launch is allowed behind the plan's last kernel, or behind another one never"
-    looks_first = overlap.value == "layout"
+    looks_first = overlap.value in ("layout", "tail")
     if looks_first and isinstance(arguments.get("schedule"), Pointer) and steps.count(WAIT) != 2:
         return "a block without an expert that never waits"
     # The layout is read past the L1 cache; the layer is an input of the plan.
@@ -54,6 +54,8 @@ def order_violation(launch: KernelLaunch, ptx: str) -> str:
         allowed = ("ld.global.cg", "ld.global.ca") if launch.kernel in _WEIGHTS_FIRST else ("ld.global.cg",)
         touched = [step for step in touched if not step.startswith(allowed)]
         touched = touched[1:] if stacked and touched and touched[0].startswith("ld.global") else touched
+    if overlap.value == "tail":  # its sums come first; only the rows of low rank are the launch ahead's
+        touched = [step for step in touched if not step.startswith(("ld.", "cp.async"))]
     return f"{', '.join(touched)} before the wait" if touched else ""
 
 
@@ -94,6 +96,16 @@ def layer_plan(
     )  # fmt: skip
 
 
+def adapted_plan(target: Target, tokens: int, *, slots: int = 2, num_experts: int = 8, **options: Any) -> LaunchPlan:
+    """`layer_plan` with adapters of rank 16."""
+    width = options.get("width", 128)
+    sizes = {"a1": (192, 16), "b1": (16, 2 * width), "a2": (width, 16), "b2": (16, 192)}
+    factors = {name: ArraySpec((slots, num_experts, *size), "bfloat16") for name, size in sizes.items()}
+    scale, ranks = (ArraySpec((slots, num_experts), dtype) for dtype in ("float32", "int32"))
+    lora, ids = LoRAFactors(**factors, scale=scale, ranks=ranks), ArraySpec((tokens,), "int32")
+    return layer_plan(target, tokens, num_experts=num_experts, lora=lora, adapter_ids=ids, **options)
+
+
 def quantized_plan(
     target: Target,
     tokens: int,
@@ -124,5 +136,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
     for scheme in ("fp8_tensor", "int8_w8a8", "int4_w4a16_zp"):
         yield quantized_plan(target, 4, scheme)
     yield quantized_plan(target, 4, stacked=True)
+    yield adapted_plan(target, 4)
     # Many rows per expert: a kernel lies between that launches ordinarily.
     yield quantized_plan(target, 64, "int4_w4a16_zp", 2)

@@ -17,7 +17,7 @@ from pathlib import Path
 from moe_core.base.target import Target
 from moe_core.ops.moe import forward as moe
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
-from tests.support.compile_gate.pdl_order import layer_plan, order_violation, quantized_plan
+from tests.support.compile_gate.pdl_order import adapted_plan, layer_plan, order_violation, quantized_plan
 from tests.support.faults.instructions import TARGET, ptx_of
 from tests.support.faults.kernel_copies import COMPILER, OpFault, run_on_copy
 
@@ -26,11 +26,12 @@ PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
     "plain": layer_plan,
     "quantized": quantized_plan,
     "one_scale": functools.partial(quantized_plan, scheme="fp8_tensor"),
+    "adapters": adapted_plan,
     "decoded": functools.partial(quantized_plan, scheme="int4_w4a16_zp"),
 }
 #: By plan, by its step (of plans that quantise nothing: 0 routing, 1 and 2 the products, 3 the reduction; of
-#: `quantized`: 1 and 3 quantise rows, 2 and 4 multiply; of `one_scale`: 1 finds the largest magnitude, 2 quantises) and
-#: by kernel file.
+#: `quantized`: 1 and 3 quantise rows, 2 and 4 multiply; of `one_scale`: 1 finds the largest magnitude, 2 quantises; of
+#: `adapters`: 3 is product 1) and by kernel file.
 FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     ("plain", 0): {"routing.kernels.route_and_layout": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("plain", 1): {
@@ -38,10 +39,16 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
         "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'), ),
     },
     ("plain", 2): {"matmul.portable.kernel": (
-        OpFault("    if JOIN:\n        join()\n\n", ""),
-        OpFault('            if PDL == "layout":\n                join()\n', ""),
-        OpFault('".cg" if PDL == "layout" else ""', '""'),
-        OpFault('".cg" if JOIN else ""', '""'),
+        OpFault('    if JOIN == "layout":\n        join()\n\n', ""),
+        OpFault("            if JOIN is not None:\n                join()\n", ""),
+        OpFault('    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""\n    block, tile',
+                '    CACHE: tl.constexpr = ""\n    block, tile'),
+        OpFault('    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""\n    first, second',
+                '    CACHE: tl.constexpr = ""\n    first, second'),
+    )},
+    ("adapters", 3): {"matmul.portable.kernel": (
+        OpFault('        if JOIN == "tail":\n            join()\n', ""),
+        OpFault("            if JOIN is not None:\n                join()\n", ""),
     )},
     ("plain", 3): {"reduction.kernels.reduce": (OpFault('UNROLL, PDL == "layout"', 'UNROLL, PDL == "never"'),)},
     ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
@@ -49,9 +56,9 @@ FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
     ("one_scale", 2): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
     ("decoded", 1): {"matmul.quantized.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),)},
     ("quantized", 2): {"matmul.quantized.kernel": (
-        OpFault('    if PDL == "layout":\n        join()\n    x_rows', "    x_rows"),
-        OpFault('            if PDL == "layout":\n                join()\n', ""),
-        OpFault('".cg" if PDL == "layout" else ""', '""'),
+        OpFault('    if JOIN == "layout":\n        join()\n    x_rows', "    x_rows"),
+        OpFault("            if JOIN is not None:\n                join()\n", ""),
+        OpFault('".cg" if JOIN is not None else ""', '""'),
     )},
 }  # fmt: skip
 ORDER_BROKEN = 10

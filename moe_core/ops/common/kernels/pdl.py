@@ -5,6 +5,7 @@ The constant PDL says when a kernel waits for the launch ahead:
     None: never. The launch is ordinary.
     "start": before it reads or writes anything
     "layout": after it has read the schedule and the layout, written before the launch ahead began
+    "tail": after its product, before the rows of low rank that the launch ahead writes
 
 Before waiting, a kernel may read inputs of the plan and results of launches before the one ahead. They had ended when
 the launch ahead let this kernel begin.

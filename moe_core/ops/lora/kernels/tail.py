@@ -25,7 +25,19 @@ def add_tail(
     """
     low_row = tl.min(tl.where(exists, rows, 2147483647), axis=0)
     high_row = tl.max(tl.where(exists, rows, -1), axis=0)
-    for adapter in range(tail.SLOTS):
+    begin, end_of_adapters = low_row * 0, low_row * 0 + tail.SLOTS
+    if tail.SLOTS > 1:
+        # Adapters of an expert ascend along its rows: only a few neighbours have rows of this block.
+        end_of_adapters = begin
+        for chunk in range(0, tail.SLOTS, 16):
+            which = chunk + tl.arange(0, 16)
+            starts = tail.start + expert * (tail.SLOTS + 1) + 1 + which
+            exist = which < tail.SLOTS
+            ahead = tl.load(starts + 1, mask=exist, other=2147483647) <= low_row
+            begun = tl.load(starts, mask=exist, other=2147483647) <= high_row
+            begin += tl.sum(ahead.to(tl.int32), axis=0)
+            end_of_adapters += tl.sum(begun.to(tl.int32), axis=0)
+    for adapter in range(begin, end_of_adapters):
         group = expert * (tail.SLOTS + 1) + 1 + adapter
         first, end = tl.load(tail.start + group), tl.load(tail.start + group + 1)
         touched = (first <= high_row) & (end > low_row) & (end > first)

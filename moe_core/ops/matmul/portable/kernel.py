@@ -239,19 +239,22 @@ def activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epil
 def multiply_tile(
     block, tile, expert, layout, schedule, x, weights, epilogue, output, JOIN: tl.constexpr, STAGES: tl.constexpr, tail
 ):
-    """Compute a column tile of a row block. JOIN: wait for the launch ahead once the rows are known. STAGES: of the
-    pipeline, None: the launch's. tail: low-rank steps that follow, or None."""
+    """Compute a column tile of a row block. JOIN: wait for the launch ahead once the rows are known (`layout`), or
+    ahead of the tail (`tail`). STAGES: of the pipeline, None: the launch's. tail: low-rank steps that follow, or
+    None."""
     N: tl.constexpr = weights.N
-    CACHE: tl.constexpr = ".cg" if JOIN else ""
+    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""
     first, second, layer_number, layer_exists = weight_bases(weights, expert, epilogue.GATE_LAYOUT)
     rows, exists, slots = rows_of_block(block, expert, layout, schedule, weights.BLOCK_M, output.SCATTER, CACHE)
     x_rows = source_rows(rows, slots, x.GATHER, layout.TOP_K)
-    if JOIN:
+    if JOIN == "layout":
         join()
 
     x_pointers = x.values + x_rows[:, None] * x.STRIDE + tl.arange(0, weights.BLOCK_K)[None, :]
     sums = tile_sums(x_pointers, exists, first, second, tile, weights, epilogue.GATE_LAYOUT, STAGES)
     if tail is not None:
+        if JOIN == "tail":
+            join()
         sums = tail_sums(sums, tile, rows, slots, exists, expert, layout, weights, tail, epilogue.GATE_LAYOUT)
     result = activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, output.pre)
     columns = tile * weights.BLOCK_N + tl.arange(0, weights.BLOCK_N)
@@ -294,13 +297,14 @@ def matmul_ogs(
     """
     if PDL == "start":
         join()
-    CACHE: tl.constexpr = ".cg" if PDL == "layout" else ""
+    JOIN: tl.constexpr = None if PDL == "start" else PDL
+    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0
     if schedule is not None:
         expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
-            if PDL == "layout":
+            if JOIN is not None:
                 join()
             return
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
@@ -317,4 +321,4 @@ def matmul_ogs(
             TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
             TAIL_BLOCK_R,
         )  # fmt: skip
-    multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, PDL == "layout", None, tail)
+    multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, JOIN, None, tail)

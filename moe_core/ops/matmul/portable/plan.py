@@ -16,7 +16,7 @@ from moe_core.ops.matmul.problem import PLAIN, MatmulProblem
 from moe_core.plan import Argument, PlanBuilder, declare_kernel, passed
 from moe_core.specs import TileConfig
 
-MATMUL_OGS = declare_kernel(kernels.matmul_ogs, pdl="layout")
+MATMUL_OGS = declare_kernel(kernels.matmul_ogs, pdl="tail")
 
 #: Values worth measuring, in order: a step goes to a neighbour.
 CHOICES: Mapping[str, tuple[int, ...]] = {

@@ -200,13 +200,14 @@ def matmul_quantized(
     """
     if PDL == "start":
         join()
-    CACHE: tl.constexpr = ".cg" if PDL == "layout" else ""
+    JOIN: tl.constexpr = None if PDL == "start" else PDL
+    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0
     if schedule is not None:
         expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
-            if PDL == "layout":
+            if JOIN is not None:
                 join()
             return
     layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
@@ -237,7 +238,7 @@ def matmul_quantized(
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     rows, exists, slots = rows_of_block(block, expert, layout, schedule, BLOCK_M, SCATTER, CACHE)
     x_row = source_rows(rows, slots, GATHER, TOP_K)
-    if PDL == "layout":
+    if JOIN == "layout":
         join()
     x_rows = values_of(x, X_ELEMENT, DOT) + x_row * X_STRIDE
     x_scale_rows = None
@@ -303,6 +304,8 @@ def matmul_quantized(
     if TOKENS_FIRST and tail_low is None:
         total = tl.trans(total)
     if tail_low is not None:
+        if JOIN == "tail":
+            join()
         tail = Tail(
             tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
             TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,

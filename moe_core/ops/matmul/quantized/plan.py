@@ -18,7 +18,7 @@ from moe_core.plan import Argument, PlanBuilder, Pointer, declare_kernel, passed
 from moe_core.specs import MatmulOperands, TileConfig
 
 ORDER_COLUMNS = declare_kernel(kernels.order_columns)
-MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="layout")
+MATMUL_QUANTIZED = declare_kernel(kernels.matmul_quantized, pdl="tail")
 
 #: (order, columns that hold a thread's share of decoded weights) by elements per byte.
 _ORDERS = {2: ("words", 128), 1: ("bytes", 64)}

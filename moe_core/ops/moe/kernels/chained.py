@@ -67,7 +67,7 @@ def chained(
             )  # fmt: skip
             rows, epilogue = Rows(x, None, X_STRIDE, "token"), Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
             output = Output(hidden, N=F, SCATTER="row")
-            multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, STAGES, None)
+            multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, None, STAGES, None)
             announce(progress + BLOCKS + block)
     elif number < first_programs + second_programs:
         block, tile = tile_of_program(number - first_programs, num_blocks, SECOND_TILES, SECOND_GROUP_M)
@@ -82,7 +82,7 @@ def chained(
             rows, epilogue = Rows(hidden, None, F, "row"), Epilogue(row_weight, None, None, None, None)
             output = Output(slots, N=D, SCATTER="slot")
             multiply_tile(
-                block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, SECOND_STAGES, None
+                block, tile, expert, layout, schedule, rows, matrices, epilogue, output, None, SECOND_STAGES, None
             )
         announce(progress + FINISHED)
     else:

@@ -71,7 +71,7 @@ def route_and_multiply(
             layout, rows = Layout(None, None, None, 1, 1, TOP_K), Rows(x, None, X_STRIDE, "row")
             epilogue = Epilogue(None, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
             output = Output(y + block.to(tl.int64) * N, N=N, SCATTER="row")
-            multiply_tile(block * 0, tile, expert, layout, None, rows, matrices, epilogue, output, False, None, None)
+            multiply_tile(block * 0, tile, expert, layout, None, rows, matrices, epilogue, output, None, None, None)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def multiply_and_reduce(
         layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
         rows, epilogue = Rows(x, None, X_STRIDE, "row"), Epilogue(row_weight, None, None, None, None)
         output = Output(slots, N=N, SCATTER="slot")
-        multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, False, None, None)
+        multiply_tile(block, tile, expert, layout, schedule, rows, matrices, epilogue, output, None, None, None)
     # Counting this program makes the writes of all warps visible, and the last one sees all writes.
     tl.debug_barrier()
     finished = tl.atomic_add(tile_counters + tile, 1, sem="acq_rel")
