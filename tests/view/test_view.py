@@ -15,8 +15,12 @@ import pytest
 from moe_core.base import Target
 from moe_core.errors import InvalidInput
 from moe_core.layers import HUGGING_FACE, MoELayerSpec, layer_cost
+from moe_core.ops.moe.backward import plan_training
 from moe_core.parallel.machine import H200 as H200_HOSTS
 from moe_core.plan.registry import Explanation, read_plans
+from moe_core.specs import MoESpec, RouterSpec
+from moe_core.specs.matmul import Activation
+from moe_core.specs.operands import ExpertWeights, MoEOperands, RouterWeights
 from moe_core.trace import LayerRouting, RoutingTrace
 from moe_core.view import cli
 from moe_core.view.page import report_page, trace_page, view_page
@@ -122,6 +126,16 @@ def test_a_plan_is_counted(tokens: int, target: Target) -> None:
         assert apart or not alive, "the picture draws two living buffers over each other"
 
 
+def test_a_backward_multiplies_twice_as_much_as_its_forward() -> None:
+    """Once for the gradients of inputs and once for those of weights, of experts and of the router."""
+    forward = {buffer.name: buffer.spec for buffer in a_plan(64).inputs}
+    experts = ExpertWeights(forward["experts.gate_up"], forward["experts.down"])
+    operands = MoEOperands(forward["x"], experts, RouterWeights(forward["routing.weight"]))
+    spec = MoESpec(Activation("silu"), router=RouterSpec(2))
+    flops = [sum(step["flops"] for step in plan_content(plan)["steps"]) for plan in plan_training(operands, spec, H200)]
+    assert flops[0] > 0 and {one / flops[0] for one in flops[1:]} == {2}
+
+
 def test_measured_times_go_to_their_launches(tmp_path: Path) -> None:
     plan, path = a_plan(64), tmp_path / "profile.json"
     launches = [step["function"] for step in plan_content(plan)["steps"]]
@@ -191,3 +205,4 @@ def test_a_layer_without_weights_and_of_several_widths() -> None:
     content = trace_content(mixed, "name")
     assert content["experts"] == [8, 16] and content["placements"] == []
     assert (unpacked(content["ids"])[0, :, 2] == -1).all()
+    assert not trace_content(RoutingTrace((a_trace(6)[0], a_trace(6, top_k=3)[0])), "name")["placements"]
