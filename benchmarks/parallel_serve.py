@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import moe_torch
-from benchmarks.parallel_cell import Cell, Setting
+from benchmarks.parallel_cell import Setting
 from benchmarks.parallel_rank import Bench
 from benchmarks.record import reason_of
 
@@ -32,7 +32,7 @@ def joined(setting: Setting, local_rank: int, **where: Any) -> Iterator[Bench]:
         yield Bench(device, setting.seed, setting.seconds)
 
 
-def attempt(measure: Callable[[Cell], dict[str, Any]], cell: Cell) -> dict[str, Any]:
+def attempt(measure: Callable[[Any], dict[str, Any]], cell: Any) -> dict[str, Any]:
     """What a rank found of a cell, or why it found nothing."""
     try:
         return measure(cell)

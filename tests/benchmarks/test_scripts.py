@@ -30,6 +30,7 @@ from benchmarks import (
     modular,
     options,
     parallel,
+    parallel_killed,
     quantized,
     rounding,
     sustained,
@@ -248,6 +249,14 @@ def run_parallel(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[
     assert [row["mode"] for row in record["rows"]] == list(parallel.MODES) and record["ranks"] == 2
     assert all(row["scaling"] == row["alone_us"] / row["us"] and row["plan_bytes"] > 0 for row in record["rows"])
     assert not [name for name in parallel.COLUMNS if f"`{name}`" not in README]
+    return [], ""
+
+
+def run_parallel_killed(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
+    row = parallel_killed.measure("all_to_all", "cpu")
+    assert row["wrong"] == 0 and row["ranks_left"] == 1 and "Connection" in row["error"], row
+    assert 0 < row["noticed_s"] < row["reformed_s"] < row["next_s"]
+    assert not [name for name in row if f"`{name}`" not in README]
     return [], ""
 
 
