@@ -59,9 +59,8 @@ COLUMNS = {
     "shape": "shape", "tokens": "tokens", "mode": "mode", "rows": "rows", "what": "what", "us": "us",
     "alone_us": "one GPU", "scaling": "scaling", "graph_us": "graph", "alone_graph_us": "one GPU, graph",
     "graph_scaling": "scaling, graph", "experts_us": "experts", "exchange_us": "exchange", "gb_s": "GB/s",
-    "plain_us": "plain all-to-all", "plain_gb_s": "its GB/s", "imbalance": "imbalance", "peak_over_plan": "peak / plan",
-    "predicted_us": "predicted",
-    "error": "error",
+    "plain_us": "plain all-to-all", "plain_gb_s": "its GB/s", "imbalance": "imbalance",
+    "predicted_us": "predicted", "error": "error",
 }  # fmt: skip
 
 
@@ -140,8 +139,6 @@ def merged(cell: Cell, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     beside = min(row["us"], row.get("graph_us", row["us"])) - row["experts_us"]
     if beside > 0:
         row["exchange_us"], row["gb_s"] = beside, row["link_bytes"] / beside / 1e3
-    if "peak_bytes" in row and "plan_bytes" in row:
-        row["peak_over_plan"] = row["peak_bytes"] / row["plan_bytes"]
     return row
 
 

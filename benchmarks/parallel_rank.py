@@ -18,13 +18,7 @@ from benchmarks.parallel_cell import Cell
 from benchmarks.record import reason_of
 from benchmarks.shapes import Shape
 from benchmarks.weights import draw_weights
-from moe_core.base.arrays import ArraySpec
-from moe_core.base.target import Target
-from moe_core.ops.moe.forward import plan_moe
-from moe_core.ops.moe.options import ForwardOptions
 from moe_core.parallel import Placement, plan_exchange
-from moe_core.plan.steps import LaunchPlan
-from moe_core.runtime.devices import target_of
 from moe_core.specs.moe import MoESpec
 from moe_core.specs.operands import (
     ExpertWeights,
@@ -37,7 +31,6 @@ from moe_core.specs.tuning import Tuning
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel.forward import moe
 from moe_torch.parallel.owner import owner_spec
-from moe_torch.parallel.peer.counted import Sizes
 
 _FLUSH_BYTES, _FEWEST, _MOST = 256 * 2**20, 5, 30
 #: Flushes of the cache before a call: while they run, the hosts of all ranks get ahead. Of few tokens a rank whose host
@@ -260,10 +253,8 @@ class _Problem:
         return rows, self.slots[rank].tolist(), self.slots[:, rank].tolist()
 
     def memory(self) -> dict[str, Any]:
-        """Bytes that a call takes at its peak beside its arguments, and what its plans add up to."""
+        """Bytes that a call sends, and those that it takes at its peak beside its arguments."""
         found: dict[str, Any] = {"link_bytes": self._link_bytes()}
-        if not self.cell.training:
-            found["plan_bytes"] = self._plan_bytes(target_of((self.bench.device.type, 0)))
         if self.bench.is_gpu:
             self.bench.free()
             torch.cuda.synchronize()
@@ -277,37 +268,6 @@ class _Problem:
     def _plan(self) -> Any:
         sizes = self.cell.tokens, self.cell.shape.top_k, self.cell.shape.d_model, "bfloat16"
         return plan_exchange(*sizes, self.placement, self.exchange, training=self.cell.training)
-
-    def _plan_bytes(self, target: Target) -> int:
-        """The most that the plans of the exchange and of the owner's products have at once."""
-        exchange, scratch = self._plan(), self._owner_plan(target).scratch_bytes
-        if exchange.bounds.back is not None or self.exchange.mode == "peer":
-            # What ranks share is made once, and not by a call.
-            shared = sum(buffer.bytes for buffer in exchange.buffers if buffer.symmetric)
-            return exchange.peak(scratch=scratch) - shared
-        slots, tokens = (int(counts[:, self.bench.rank].sum()) for counts in (self.slots, self.tokens))
-        return exchange.peak(tokens if self.cell.rows == "tokens" else slots, slots, scratch=scratch)
-
-    def _owner_plan(self, target: Target) -> LaunchPlan:
-        """The owner's op for the most rows that there can be."""
-        exchange, width, spec = self._plan(), 1, self.owner_spec
-        slots = int(self.slots[:, self.bench.rank].sum())
-        if exchange.bounds.back is not None:
-            slots = self.bench.size * exchange.bounds.back
-        if self.exchange.mode == "peer":
-            slots = Sizes.of(exchange).computed
-        if exchange.direct:
-            slots, width = self.bench.size * self.cell.tokens, self.cell.shape.top_k
-            tuning = dataclasses.replace(spec.tuning or Tuning(), expected_tokens=slots)
-            spec = dataclasses.replace(spec, tuning=tuning)
-        options = ForwardOptions()
-        if self.exchange.mode == "peer":
-            # Results are stored at their homes.
-            options = ForwardOptions(results_at=ArraySpec((slots * width,), "int64"))
-        routing = TopK(ArraySpec((slots, width), "int32"), ArraySpec((slots, width), "float32"))
-        experts = map_arrays(self.own, lambda one: ArraySpec(tuple(one.shape), str(one.dtype).removeprefix("torch.")))
-        x = ArraySpec((slots, self.cell.shape.d_model), "bfloat16")
-        return plan_moe(x, experts, routing, spec, target, options=options)
 
     def _link_bytes(self) -> int:
         """Bytes of rows that this rank sends to others in a forward: tokens or slots out, results back."""

@@ -247,7 +247,7 @@ def run_parallel(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[
     assert parallel.main([*given, "--output", str(output)]) == 0
     record = json.loads(output.read_text())
     assert [row["mode"] for row in record["rows"]] == list(parallel.MODES) and record["ranks"] == 2
-    assert all(row["scaling"] == row["alone_us"] / row["us"] and row["plan_bytes"] > 0 for row in record["rows"])
+    assert all(row["scaling"] == row["alone_us"] / row["us"] and row["link_bytes"] > 0 for row in record["rows"])
     assert not [name for name in parallel.COLUMNS if f"`{name}`" not in README]
     return [], ""
 
