@@ -99,7 +99,7 @@ def test_a_declaration_says_what_the_source_does(where: str, kernel: Kernel) -> 
     assert ("PDL == 'layout'" in ast.unparse(node)) == (kernel.pdl == "layout")
     assert ("None if PDL == 'start' else PDL" in ast.unparse(node)) == (kernel.pdl == "tail")
     text = "".join(ast.unparse(one) for one in _with_helpers(key))
-    assert kernel.pdl is None or "join()" in text or "gdc_wait()" in text, "it must wait for the launch ahead"
+    assert kernel.pdl is None or "join(" in text or "gdc_wait()" in text, "it must wait for the launch ahead"
     assert kernel.prepacked_weight in {None, *parameters}
     counts = any("histogram(" in ast.unparse(one) for one in _with_helpers(key))
     assert counts == kernel.counts_slots

@@ -21,7 +21,8 @@ from tests.support.compile_gate.pdl_order import adapted_plan, layer_plan, order
 from tests.support.faults.instructions import TARGET, ptx_of
 from tests.support.faults.kernel_copies import COMPILER, OpFault, run_on_copy
 
-_WAIT, _ALLOW = "    tl.extra.cuda.gdc_wait()\n", "    tl.extra.cuda.gdc_launch_dependents()\n"
+_JOIN, _CALL = "    join(PDL)\n", "        tl.extra.cuda.gdc_{}()\n"
+_WAIT, _ALLOW = _CALL.format("wait"), _CALL.format("launch_dependents")
 PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
     "plain": layer_plan,
     "quantized": quantized_plan,
@@ -33,31 +34,31 @@ PLANS: dict[str, Callable[[Target, int], LaunchPlan]] = {
 #: `quantized`: 1 and 3 quantise rows, 2 and 4 multiply; of `one_scale`: 1 finds the largest magnitude, 2 quantises; of
 #: `adapters`: 3 is product 1) and by kernel file.
 FAULTS: dict[tuple[str, int], dict[str, tuple[OpFault, ...]]] = {
-    ("plain", 0): {"routing.kernels.route_and_layout": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("plain", 0): {"routing.kernels.route_and_layout": (OpFault(_JOIN, ""),)},
     ("plain", 1): {
         "common.kernels.pdl": (OpFault(_WAIT, ""), OpFault(_ALLOW, ""), OpFault(_WAIT + _ALLOW, _ALLOW + _WAIT)),
         "matmul.portable.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'), ),
     },
     ("plain", 2): {"matmul.portable.kernel": (
-        OpFault('    if JOIN == "layout":\n        join()\n\n', ""),
-        OpFault("            if JOIN is not None:\n                join()\n", ""),
+        OpFault('    if JOIN == "layout":\n        join(JOIN)\n\n', ""),
+        OpFault("        if expert < 0:\n            join(JOIN)\n", "        if expert < 0:\n"),
         OpFault('    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""\n    block, tile',
                 '    CACHE: tl.constexpr = ""\n    block, tile'),
         OpFault('    CACHE: tl.constexpr = ".cg" if JOIN is not None else ""\n    first, second',
                 '    CACHE: tl.constexpr = ""\n    first, second'),
     )},
     ("adapters", 3): {"matmul.portable.kernel": (
-        OpFault('        if JOIN == "tail":\n            join()\n', ""),
-        OpFault("            if JOIN is not None:\n                join()\n", ""),
+        OpFault('        if JOIN == "tail":\n            join(JOIN)\n', ""),
+        OpFault("        if expert < 0:\n            join(JOIN)\n", "        if expert < 0:\n"),
     )},
     ("plain", 3): {"reduction.kernels.reduce": (OpFault('UNROLL, PDL == "layout"', 'UNROLL, PDL == "never"'),)},
-    ("quantized", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
-    ("one_scale", 1): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
-    ("one_scale", 2): {"quantize.kernels.rows": (OpFault("if PDL is not None:", "if PDL is None:"),)},
+    ("quantized", 1): {"quantize.kernels.rows": (OpFault(_JOIN, ""),)},
+    ("one_scale", 1): {"quantize.kernels.rows": (OpFault(_JOIN, ""),)},
+    ("one_scale", 2): {"quantize.kernels.rows": (OpFault(_JOIN, ""),)},
     ("decoded", 1): {"matmul.quantized.kernel": (OpFault('if PDL == "start":', 'if PDL == "never":'),)},
     ("quantized", 2): {"matmul.quantized.kernel": (
-        OpFault('    if JOIN == "layout":\n        join()\n    x_rows', "    x_rows"),
-        OpFault("            if JOIN is not None:\n                join()\n", ""),
+        OpFault('    if JOIN == "layout":\n        join(JOIN)\n    x_rows', "    x_rows"),
+        OpFault("        if expert < 0:\n            join(JOIN)\n", "        if expert < 0:\n"),
         OpFault('".cg" if JOIN is not None else ""', '""'),
     )},
 }  # fmt: skip

@@ -16,7 +16,8 @@ import triton.language as tl
 
 
 @triton.jit
-def join():
+def join(PDL: tl.constexpr):
     """Wait until the launch ahead has ended and its writes are visible. Then let the next launch begin."""
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+    if PDL is not None:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -37,8 +37,7 @@ def shrink(
     THRESHOLD: of dropout, 0: none. KEPT: 1 / (1 - probability). MASKED: x's elements are masked by `token` or `slot`,
     or (None) not.
     """
-    if PDL is not None:
-        join()
+    join(PDL)
     group = tl.load(schedule + 2 * tl.program_id(0) + 1)
     if group < 0:
         return

@@ -104,8 +104,7 @@ def layout_at_once(
     """Make the whole layout. Each program counts all slots and places a block of BLOCK_S, as the layout of experts.
     block_counts int32 `[2 programs, groups]`: each program's counts of all slots and of those ahead of its block. A
     histogram of 2048 groups takes 20 us, atomics take 2."""
-    if PDL is not None:
-        join()
+    join(PDL)
     adapters = Adapters(adapter_ids, ranks, NUM_EXPERTS, SLOTS, TOP_K, NUM_GLOBAL, PRESENT, BLOCK_E)
     groups = Groups(
         virtual_sizes, virtual_start, slot_of_row, row_of_slot, invalid_ids, virtual_schedule, None, tile_counters,
@@ -161,8 +160,7 @@ def count_blocks(
     GROUPS: tl.constexpr, PRESENT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """block_counts[b, g] = slots of virtual expert g in block b, block_invalid[b] = its invalid ids of both kinds."""
-    if PDL is not None:
-        join()
+    join(PDL)
     adapters = Adapters(adapter_ids, ranks, NUM_EXPERTS, SLOTS, TOP_K, NUM_GLOBAL, PRESENT, BLOCK_E)
     counts = block_counts + tl.program_id(0).to(tl.int64) * (NUM_EXPERTS * (SLOTS + 1))
     groups = tl.arange(0, GROUPS)
@@ -182,8 +180,7 @@ def sum_blocks(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Replace a block's counts by the sums of the blocks ahead, and write the totals."""
-    if PDL is not None:
-        join()
+    join(PDL)
     groups = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     total = tl.zeros((BLOCK_G,), dtype=tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
@@ -207,8 +204,7 @@ def place_blocks(
     BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first num_blocks programs place a block of slots each, the others write what follows from the sizes."""
-    if PDL is not None:
-        join()
+    join(PDL)
     adapters = Adapters(adapter_ids, ranks, NUM_EXPERTS, SLOTS, TOP_K, NUM_GLOBAL, PRESENT, BLOCK_E)
     groups = Groups(
         virtual_sizes, virtual_start, slot_of_row, row_of_slot, invalid_ids, virtual_schedule, None, tile_counters,

@@ -248,13 +248,13 @@ def multiply_tile(
     rows, exists, slots = rows_of_block(block, expert, layout, schedule, weights.BLOCK_M, output.SCATTER, CACHE)
     x_rows = source_rows(rows, slots, x.GATHER, layout.TOP_K)
     if JOIN == "layout":
-        join()
+        join(JOIN)
 
     x_pointers = x.values + x_rows[:, None] * x.STRIDE + tl.arange(0, weights.BLOCK_K)[None, :]
     sums = tile_sums(x_pointers, exists, first, second, tile, weights, epilogue.GATE_LAYOUT, STAGES)
     if tail is not None:
         if JOIN == "tail":
-            join()
+            join(JOIN)
         sums = tail_sums(sums, tile, rows, slots, exists, expert, layout, weights, tail, epilogue.GATE_LAYOUT)
     result = activated_sums(sums, tile, rows, exists, expert, layer_number, weights, epilogue, output.pre)
     columns = tile * weights.BLOCK_N + tl.arange(0, weights.BLOCK_N)
@@ -296,7 +296,7 @@ def matmul_ogs(
     an address for each slot, 0: none, and SCATTER is the dtype there.
     """
     if PDL == "start":
-        join()
+        join(PDL)
     JOIN: tl.constexpr = None if PDL == "start" else PDL
     CACHE: tl.constexpr = ".cg" if JOIN is not None else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
@@ -304,8 +304,7 @@ def matmul_ogs(
     if schedule is not None:
         expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
-            if JOIN is not None:
-                join()
+            join(JOIN)
             return
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     matrices = Matrices(

@@ -199,7 +199,7 @@ def matmul_quantized(
     of the largest magnitudes of y.
     """
     if PDL == "start":
-        join()
+        join(PDL)
     JOIN: tl.constexpr = None if PDL == "start" else PDL
     CACHE: tl.constexpr = ".cg" if JOIN is not None else ""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
@@ -207,8 +207,7 @@ def matmul_quantized(
     if schedule is not None:
         expert = tl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         if expert < 0:
-            if JOIN is not None:
-                join()
+            join(JOIN)
             return
     layer_number, layer_exists = layer_in_stack(layer_index, NUM_LAYERS)
     layer_number = layer_number.to(tl.int64)
@@ -239,7 +238,7 @@ def matmul_quantized(
     rows, exists, slots = rows_of_block(block, expert, layout, schedule, BLOCK_M, SCATTER, CACHE)
     x_row = source_rows(rows, slots, GATHER, TOP_K)
     if JOIN == "layout":
-        join()
+        join(JOIN)
     x_rows = values_of(x, X_ELEMENT, DOT) + x_row * X_STRIDE
     x_scale_rows = None
     x_scale = 1.0
@@ -305,7 +304,7 @@ def matmul_quantized(
         total = tl.trans(total)
     if tail_low is not None:
         if JOIN == "tail":
-            join()
+            join(JOIN)
         tail = Tail(
             tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
             TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,

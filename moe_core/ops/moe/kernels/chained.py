@@ -49,8 +49,7 @@ def chained(
 ):  # fmt: skip
     """Compute one tile. Parameters as in `matmul_ogs` and `reduce`. hidden: results of product 1, F columns, in layout
     order. slots: results of product 2, by slot. progress: int32 zeros, BLOCKS plus one per row block."""
-    if PDL is not None:
-        join()
+    join(PDL)
     TILES: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     SECOND_TILES: tl.constexpr = (D + SECOND_BLOCK_N - 1) // SECOND_BLOCK_N
     first_programs = num_blocks * TILES

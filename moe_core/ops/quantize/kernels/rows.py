@@ -177,8 +177,7 @@ def quantize_groups(
 ):  # fmt: skip
     """Quantise GROUPS groups of GROUP columns, one group of BLOCK_M rows per program. Unused rows are not read and
     count as zeros. BLOCK_K: GROUP rounded up to a power of two."""
-    if PDL is not None:
-        join()
+    join(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
     group = tl.program_id(1)
@@ -210,8 +209,7 @@ def partial_maxima(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = bits of the largest magnitude of its used rows."""
-    if PDL is not None:
-        join()
+    join(PDL)
     bits = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_M
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, num_rows, step):
@@ -233,8 +231,7 @@ def quantize_whole_rows(
 ):  # fmt: skip
     """Quantise rows with one scale each, or all with the scale from PARTIALS maxima (a power of two) or `given`. Unused
     rows are not read and count as zeros. zeros int32 `[ZEROS]`, if not None: set to 0."""
-    if PDL is not None:
-        join()
+    join(PDL)
     if zeros is not None:
         if tl.program_id(0) == 0:
             tl.store(zeros + tl.arange(0, ZEROS), tl.zeros((ZEROS,), dtype=tl.int32))

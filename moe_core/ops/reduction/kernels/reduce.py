@@ -88,8 +88,7 @@ def scale_rows(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[r] * weights[r], fp32, one cast."""
-    if PDL is not None:
-        join()
+    join(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

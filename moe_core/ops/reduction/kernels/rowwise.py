@@ -95,8 +95,7 @@ def order_rows(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row_of_slot[token * TOP_K + k]] = x[token]. A row of x is read once for all of its copies."""
-    if PDL is not None:
-        join()
+    join(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH

@@ -16,8 +16,7 @@ def router(
 
     PRODUCT, DRAINED: see `multiply`. Rows past the last token repeat it, so that loads of x need no mask.
     """
-    if PDL is not None:
-        join()
+    join(PDL)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)

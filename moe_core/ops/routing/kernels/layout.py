@@ -214,8 +214,7 @@ def layout_at_once(
     overflow: slots beyond `capacity` rows, None: all have room. COUNT_LOST: they also count as invalid ids. row_weight:
     gets given_weights, by slot, in fp32.
     """
-    if PDL is not None:
-        join()
+    join(PDL)
     groups = Groups(
         group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters,
         overflow, capacity, max_blocks_0, max_blocks_1, max_rows, NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0,
@@ -300,8 +299,7 @@ def place_blocks(
     """As `layout_at_once` with counts of blocks: row of slot = start[e] + slots of e in blocks ahead + rank within its
     block. The first num_blocks programs place a block each, BLOCK_S slots at a time, the others share `write_groups`
     and totals. block_invalid None: `topk.route` made the ids, all valid."""
-    if PDL is not None:
-        join()
+    join(PDL)
     groups = Groups(
         group_sizes, group_start, slot_of_row, row_of_slot, invalid_ids, schedule_0, schedule_1, tile_counters,
         overflow, capacity, max_blocks_0, max_blocks_1, max_rows, NUM_EXPERTS, ALIGNMENT, COUNTERS, BLOCK_M_0,

@@ -266,8 +266,7 @@ def route(
     """Write ids and weights `[T, WIDTH]` of logits `[T, E]`, block_tokens tokens per program, as `choose_experts`.
     bitmatrix, if not None: of the first K ids, WORDS >= E / 32, a power of two. block_counts `[programs, NUM_LOCAL]`,
     if not None: the program's slots of every local expert."""
-    if PDL is not None:
-        join()
+    join(PDL)
     block = tl.program_id(0)
     start = block.to(tl.int64) * block_tokens
     last = tl.minimum(start + block_tokens, num_tokens)

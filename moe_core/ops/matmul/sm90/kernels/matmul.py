@@ -345,8 +345,7 @@ def matmul_ogs(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING, WIDE], plain)
     pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
-    if PDL is not None:
-        join()
+    join(PDL)
     tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles)
     output = Output(y, y_map, pre, pre_map, gate_map, N, SCATTER, TRUSTED)
     epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)

@@ -279,8 +279,7 @@ def matmul_ogs(
     if row_weight is not None:
         row_scales = gl.allocate_shared_memory(gl.float32, [RING, ROOM], plain)
     pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
-    if PDL is not None:
-        join()
+    join(PDL)
     tiles = Tiles(a_tiles, w_tiles, None, out_tiles, row_lists, row_scales)
     output = Output(y, y_map, pre, pre_map, gate_map, N, SCATTER, TRUSTED)
     epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)

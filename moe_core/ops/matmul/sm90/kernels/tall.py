@@ -190,8 +190,7 @@ def matmul_ogs(
     bias_tiles = gl.allocate_shared_memory(gl.float32, [RING + 1, WIDE], plain)
     row_lists = gl.allocate_shared_memory(gl.int32, [RING, ROOM], plain)
     pipeline = allocate_pipeline(STAGES, 0 if GATHER == "row" else PRODUCER_WARPS, GATHER != "row")
-    if PDL is not None:
-        join()
+    join(PDL)
     tiles = Tiles(a_tiles, w_tiles, bias_tiles, out_tiles, row_lists)
     output = Output(y, y_map, None, None, None, N, SCATTER, TRUSTED)
     epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)

@@ -85,13 +85,13 @@ def matmul_few_rows(
     SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most.
     """
     if PDL == "start":
-        join()
+        join(PDL)
     CACHE: gl.constexpr = ".cg" if PDL == "layout" else ""
     block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
     expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
     if expert < 0:
         if PDL == "layout":
-            join()
+            join(PDL)
         return
     HALVES: gl.constexpr = COLUMNS // DEPTH
     layer_number, _ = layer_in_stack(layer_index, NUM_LAYERS)
@@ -127,7 +127,7 @@ def matmul_few_rows(
     columns = gl.arange(0, SPAN, gl.SliceLayout(0, loads))
     x_rows = x + x_row[:, None] * X_STRIDE + columns[None, :]
     if PDL == "layout":
-        join()
+        join(PDL)
 
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2, BLOCK_M, SPAN], swizzled)

@@ -146,8 +146,7 @@ def matmul_mixed_input(
     `Stages`. COUNTER: of tiles taken, None: programs take turns. REGISTERS: of a thread at launch, for two blocks on a
     multiprocessor, None: for one.
     """
-    if PDL is not None:
-        join()
+    join(PDL)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
