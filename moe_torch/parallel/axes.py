@@ -184,11 +184,11 @@ class ExpertParallel:
 
     def levels(self, where: str = "", overlaps: bool = False) -> tuple[Ranks, Ranks] | None:
         """The ranks between hosts, and inside this host. None: one level. Arguments as in `ranks`."""
-        return self._once(self._levels, where, overlaps)
+        return None if self.exchange.hosts == 1 else self._once(self._levels, where, overlaps)
 
     def _levels(self, where: str, overlaps: bool) -> tuple[Ranks, Ranks] | None:
         axes, where = levels_of(self.mesh), self._named(where)
-        if axes is None or self.exchange.hosts == 1:
+        if axes is None:
             return None
         between, inside = (
             dataclasses.replace(ranks_of(axis, self.timeout, f"{where}, {of} hosts"), overlaps=overlaps)

@@ -48,12 +48,16 @@ def header_on_device(header: Header, layer: int, number: int, device: torch.devi
     """`header.of_call(layer, number)` int32 `[8]`. All layers' are copied at once, so later calls copy nothing."""
     if device.type == "cpu":
         return constants((tuple(header.of_call(layer, number)),), device)[0]
-    return kept(_header_rows(header, -(-layer // 64) * 64, device), device)[layer * CALLS + number % CALLS]
+    return kept(header_rows(header, layer, device), device)[layer * CALLS + number % CALLS]
+
+
+def header_rows(header: Header, layer: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """int32 `[8]` of each call of layers up to this one or more, of one array."""
+    return _header_rows(header, -(-layer // 64) * 64, device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _header_rows(header: Header, layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """int32 `[8]` of each call, of one array."""
     rows = [header.of_call(layer, number) for layer in range(layers + 1) for number in range(CALLS)]
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int32, device=device).unbind()

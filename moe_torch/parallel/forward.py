@@ -46,13 +46,14 @@ from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
 from moe_torch.parallel.axes import require_ranks, require_tokens, tell_peers
 from moe_torch.parallel.calls.compiled import Calls as Calls
 from moe_torch.parallel.calls.compiled import across_ranks, run_by_operators, traceable
-from moe_torch.parallel.calls.known import Call, Known, repeated
+from moe_torch.parallel.calls.known import Call, Steps, repeated
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
+from moe_torch.parallel.peer import again
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import require_room
 from moe_torch.parallel.tensor import Brought, bias_once, counts_of
@@ -165,6 +166,7 @@ class Exchange:
         like = Call(operands, self.parallel.name, spec, placement)
         try:
             known, digest = like.find(), 0
+            steps = None if known is None else known.plain_steps
             adapters, lora, arrays = None, None, []
             if known is None:
                 self._check(x, experts, routing, spec, mask, shared)
@@ -183,7 +185,7 @@ class Exchange:
                     dense()  # Nothing overlaps with it.
                 if exchange.chunks > 1 and asks_gradients([array for _, array in named_arrays(shared)]):
                     refuse_chunks(exchange)
-            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask, known)
+            ids, weights, logits = self._route(x, wide[-1], routing, spec, mask, known is not None, steps)
             ids, weights = routed(ids, weights, placement.num_experts)
             given = (x, weights, *[one for _, one in (*named_arrays(experts), *arrays)]) if known is None else ()
             asked = known.asked if known else asks_gradients(given)
@@ -205,21 +207,23 @@ class Exchange:
                 plan = known.plan
             tensor, ids_of_adapters = self.tensor, None if adapters is None else adapters.ids
             brought = Brought(x, wide[0], ids, weights, mask, ids_of_adapters)
-            steps = None if known is None else known.plain_steps
             numbers = self.calls.layer, self.calls.number
             call = ExchangeCall(self.ranks, plan, self.moving, *numbers, self.levels, self.parallel.buffer, steps)
             if tensor is not None:
                 brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)
-            planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask, returns=lora is not None)
+            results = again.run_again(call, brought, like.tensors)
+            if results is None:
+                planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask, returns=lora is not None)
         except Exception:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
             tell_peers(self.parallel, placement, device, self.tensor)
             raise
         dtype = x.dtype if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-        owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None, lora, steps, like.tensors)
         dense_of_parts, of_parts = (dense, dtype) if tensor is None else (None, torch.float32)
-        results = None if lora is not None else planner.schedule(brought, owner, dense_of_parts, of_parts)
+        if results is None:
+            owner = Owner(experts, spec, placement, ids.shape[1], brought.wide is not None, lora, steps, like.tensors)
+            results = None if lora is not None else planner.schedule(brought, owner, dense_of_parts, of_parts)
         if results is None:
             routes_of = planner.start(brought.x.detach() if brought.x.requires_grad else brought.x)
             if dense is not None:
@@ -254,7 +258,7 @@ class Exchange:
             self.moving.load.add_(results.tokens_per_expert)
         if adapters is not None:
             results = results._replace(invalid_ids=results.invalid_ids + adapters.invalid)
-        missing = placement.per_rank - len(results.received)
+        missing = placement.per_rank - results.received.shape[0]
         received = torch.nn.functional.pad(results.received, (0, missing)) if missing else results.received
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
@@ -302,9 +306,8 @@ class Exchange:
         require_row_scales(spec, experts)
 
     def _route(
-        self, x: torch.Tensor, wide: torch.Tensor | None, routing: Any, spec: MoESpec, mask: Any, known: Known | None
+        self, x: torch.Tensor, wide: Any, routing: Any, spec: MoESpec, mask: Any, known: bool, steps: Steps | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        steps = None if known is None else known.plain_steps
         if isinstance(routing, TopK):
             if not known:
                 ids, weights = array_spec("routing.ids", routing.ids), array_spec("routing.weights", routing.weights)

@@ -119,23 +119,25 @@ class Call:
         self.kept, self.tensors, self.key = options, [], None
         if TensorGuards is None or operands.lora is not None or type(operands.experts) is not ExpertWeights:
             return
-        arrays, names = [operands.x, operands.token_mask], []
-        for bundle in (operands.experts, operands.routing, operands.shared):
+        arrays, names = [operands.x, operands.token_mask, *_values(ExpertWeights)(operands.experts)], []
+        for bundle in (operands.routing, operands.shared):
             if bundle is not None:
                 names.append(type(bundle))
                 arrays += _values(type(bundle))(bundle)
-        for number, one in enumerate(arrays):
-            if isinstance(one, QuantizedTensor):
-                names += number, one.spec
-                arrays += _values(QuantizedTensor)(one)
-        tensors = [one for one in arrays if one is not None and type(one) is not QuantizedTensor]
+        kinds = tuple(map(type, arrays))
+        if QuantizedTensor in kinds:
+            quantized = [one for one in arrays if type(one) is QuantizedTensor]
+            names += [one.spec for one in quantized]
+            arrays = [one for one in arrays if type(one) is not QuantizedTensor]
+            arrays += [array for one in quantized for array in _values(QuantizedTensor)(one)]
+            names.append(tuple(map(type, arrays)))
+        tensors = [one for one in arrays if one is not None]
         # The comparison would end the process at a tensor without strides.
         if not PLAIN_CLASSES.issuperset(map(type, tensors)) or True in map(_is_nested, tensors):
             return
-        absent, engine = tuple([one is None for one in arrays]), None if operands.x.is_cuda else cpu_target()
-        ids, dims = [id(option) for option in options], tuple(map(torch.Tensor.dim, tensors))
+        engine, ids = None if operands.x.is_cuda else cpu_target(), map(id, options)
         self.tensors = tensors
-        self.key = (parallel, *ids, torch.is_grad_enabled(), engine, operands.x.shape, absent, dims, *names)
+        self.key = (parallel, *ids, torch.is_grad_enabled(), engine, operands.x.shape, kinds, *names)
 
     def find(self) -> Known | None:
         known = None if self.key is None else _known.get(self.key) or _known.find(self.key)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_core.base.arrays import ALIGNMENT
 from moe_core.ops.exchange.operands import Checks, HomeTokens
+from moe_core.parallel.header import CALLS
 from moe_core.plan import PlanBuilder, Role
 from moe_core.runtime.prepare import prepare
 from moe_torch.bridge.options import TORCH_DTYPES, dtype_name
 from moe_torch.bridge.ready import Ready, dense
 from moe_torch.operators import exchange as operators
-from moe_torch.parallel.calls.known import Step, Steps
-from moe_torch.parallel.exchange import kept
+from moe_torch.parallel.calls.known import Step
+from moe_torch.parallel.exchange import header_rows, kept
 from moe_torch.parallel.owner import Results
-from moe_torch.parallel.peer.direct import DirectRoutes, Memory
+from moe_torch.parallel.peer.direct import DirectRoutes
 from moe_torch.parallel.peer.interface import PeerRoutes
+from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.tensor import Brought
 
@@ -29,22 +31,17 @@ _RESULTS = ("0.tokens_per_expert", "0.invalid_ids", "0.overflow", "1.tokens_per_
 
 
 class _Again(NamedTuple):
-    """steps: of the call, with step as long as plans are kept. parts: launches, and the barrier behind them, if any.
-    constants: arrays besides memory."""
+    """parts: launches, and the barrier behind them, if any. memory: a reference, as its group must not outlive it.
+    headers: see `header_rows`. constants: arrays besides memory, with them."""
 
-    steps: Steps
     step: Step
     parts: tuple[tuple[slice | None, str | None], ...]
-    memory: Memory
+    memory: Callable[[], Symmetric | None]
+    headers: tuple[torch.Tensor, ...]
     constants: tuple[torch.Tensor, ...]
 
 
 _KEY = ("direct",)
-
-
-_MOST = 256
-#: By the group, which its memory must not outlive.
-_known: weakref.WeakKeyDictionary[Any, dict[int, _Again]] = weakref.WeakKeyDictionary()
 #: On a CPU the products depend on the tokens that other ranks told.
 _DEVICES = {"cuda"}
 
@@ -52,12 +49,9 @@ _DEVICES = {"cuda"}
 def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: torch.dtype) -> None:
     """Remember a call of one chunk without a shared expert that has run."""
     steps, placement = call.steps, call.plan.placement
-    if (
-        steps is None
-        or call.moving is not None
-        or not isinstance(routes, DirectRoutes)
-        or x.device.type not in _DEVICES
-    ):
+    if steps is None or call.moving is not None or not isinstance(routes, DirectRoutes):
+        return
+    if x.device.type not in _DEVICES:
         return
     (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
     products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))
@@ -77,13 +71,11 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
         arrived = memory.rows.own, memory.ids.own, memory.weights.own, routes.results_at()
         products.change(products.addresses, *[one.data_ptr() for one in arrived])
         step, (rows, results) = _joined(push, products, total)
-        parts = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
-        known = _known.setdefault(call.ranks.group, {})
-        if len(known) >= _MOST:
-            known.clear()
-        constants = () if places_of_experts is None else (places_of_experts,)
-        known[id(steps)] = _Again(steps, step, parts if call.ranks.size > 1 else ((None, None),), memory, constants)
-        steps.put(_KEY, step)
+        parts: Any = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
+        parts = parts if call.ranks.size > 1 else ((None, None),)
+        headers = header_rows(call.plan.header, call.layer, x.device)
+        constants = headers if places_of_experts is None else (*headers, places_of_experts)
+        steps.put(_KEY, _Again(step, parts, weakref.ref(memory.memory), headers, constants))
 
 
 def _joined(push: Step, products: Step, total: Step) -> tuple[Step, list[int]]:
@@ -113,20 +105,22 @@ def _joined(push: Step, products: Step, total: Step) -> tuple[Step, list[int]]:
 
 def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
     """Run such a call. tensors: of the call. None: it is another one, and nothing has run."""
-    known = None if call.steps is None or call.moving is not None else _known.get(call.ranks.group)
-    again = None if known is None else known.get(id(call.steps))
-    if again is None or call.steps is None or call.steps.get(_KEY) is not again.step:
+    again = None if call.steps is None or call.moving is not None else call.steps.get(_KEY)
+    if again is None or (memory := again.memory()) is None:
         return None
-    x, step = brought.x, again.step
-    given = x.data_ptr(), brought.ids.data_ptr(), brought.weights.data_ptr(), call.header(x.device).data_ptr()
-    if (given[0] | given[1] | given[2] | given[3]) % ALIGNMENT:
+    step, number = again.step, call.layer * CALLS + call.number % CALLS
+    if number >= len(again.headers):
         return None
-    kept(again.constants, x.device)
+    arrays = brought.x, brought.ids, brought.weights, again.headers[number]
+    given = [one.data_ptr() for one in arrays]
+    if (given[0] | given[1] | given[2]) % ALIGNMENT:
+        return None
+    kept(again.constants, brought.x.device)
     begun = step.ready.later(step.change(step.pointers(tensors), *given))
     for part, barrier in again.parts:
         begun.run(part)
-        x = brought.x = None  # Experts need no gathered rows.
+        arrays = brought.x = None  # Experts need no gathered rows.
         if barrier is not None:
-            again.memory.memory.barrier(call.ranks, barrier)
+            memory.barrier(call.ranks, barrier)
     tokens_per_expert, invalid_ids, overflow, received, output = begun.outputs
     return Results(output, received, overflow, tokens_per_expert, invalid_ids)

@@ -19,6 +19,7 @@ from moe_core.base.recent import Recent
 from moe_core.base.target import Target
 from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
+from moe_core.parallel.header import CALLS
 from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import TopK
 from moe_torch.bridge.operator import Operator
@@ -103,9 +104,9 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
             first = ExpertParallel(group, way, most)
             wanted = parallel_moe(x, experts, routing, problem.spec, parallel=first, **options)
             same += [torch.equal(*pair) for pair in zip(found, wanted, strict=True) if pair[0] is not None]
-    # Arrays that a graph keeps: the places of experts.
+    # Arrays that a graph keeps: headers of calls without a layer, and the places of experts.
     kept = [len(call.args[0]) for call in used.call_args_list]
-    return [*same, kept == [1] * (4 if way.mode == "peer" and way.rows == "tokens" else 0)]
+    return [*same, kept == [CALLS + 1] * (4 if way.mode == "peer" and way.rows == "tokens" else 0)]
 
 
 @over(TORCH_WAYS)
