@@ -263,8 +263,7 @@ class Counted(_Planner):
         if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
             rows = self._leaving(values, tables)
             self._expect()
-        nothing = torch.zeros(1, dtype=torch.int32, device=tables.message.device)
-        return lambda: self.counted(tables, *(arrived or arrive()), values, rows, nothing)
+        return lambda: self.counted(tables, *(arrived or arrive()), values, rows)
 
     def _expect(self) -> None:
         """Prepare to receive as many rows as in the last such call, while the host waits for the counts."""
@@ -284,11 +283,10 @@ class Counted(_Planner):
 
     def counted(
         self, tables: _Tables, on_device: torch.Tensor, counts: Callable[[], Sequence[np.ndarray]],
-        values: torch.Tensor | None, ahead: torch.Tensor | None, overflow: torch.Tensor,
+        values: torch.Tensor | None, ahead: torch.Tensor | None,
     ) -> CollectiveRoutes:  # fmt: skip
         """counts: waits for header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
-        `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave.
-        overflow: 0."""
+        `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave."""
         plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts()
         spoilt, excess = None, 0
         group_tokens = ranks.compare(came[:, :_HEADER])
@@ -314,8 +312,7 @@ class Counted(_Planner):
                 spoilt = tables.lost
             fits = np.stack([arrive, here], 1) if not by_slot else first_rows(came[:, _HEADER:], sum(arrive))
             fitting = np.concatenate([came[:, :_HEADER], fits], 1, dtype=np.int32)
-            on_device, overflow = torch.tensor(fitting, device=on_device.device), overflow + excess
-        received = sum(arrive)
+            on_device = torch.tensor(fitting, device=on_device.device)
         out, leaving, came_rows = Way(leave, arrive, self._room(arrive)), None, None
         assert tables.table is not None
         if values is not None:
@@ -324,12 +321,13 @@ class Counted(_Planner):
             leaving = ranks.start_all_to_all(rows_out, "rows", out)
         if leaving is None or ranks.overlaps:
             numbers = ranks.all_to_all(tables.table, "weights" if by_slot else "ids and weights", out)
-            numbers[received:] = -1
+            numbers[sum(arrive) :] = -1
             owner = self._owner(on_device, here, numbers)
         else:
             *owner, came_rows = self._unpacked(leaving(), on_device, here, group_tokens)
         returned = min(self._room(back), self.num_tokens * self.top_k)
         ways = out, Way(here, back, returned)
+        overflow = torch.full((1,), excess, dtype=torch.int32, device=on_device.device)
         routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, overflow=overflow, group_tokens=group_tokens)
         if leaving is not None:
             self.arriving = functools.partial(routes.arrived, leaving) if came_rows is None else lambda: came_rows
