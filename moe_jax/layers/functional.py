@@ -82,8 +82,8 @@ def forward(
             and every automatic axis.
         parameter_specs: PartitionSpecs in the structure of parameters. jit hides the splits over automatic axes.
             Splits that it lacks are gathered by XLA.
-        adapters: of the experts, for layers that run as one op. Inside a `jax.shard_map`, factors are of all experts or
-            of this rank's, and scale and ranks of all.
+        adapters: of a layer without layer_index. Inside a `jax.shard_map`, factors are of all experts or of this
+            rank's, and scale and ranks of all.
 
     Raises InvalidInput, Unsupported.
     """
@@ -101,7 +101,7 @@ def forward(
     options: dict[str, Any] = {"spec": spec, "dtype": dtype, "return_aux": return_aux}
     _check_x(x, spec)
     if adapters is not None:
-        adapters = adapters.of(x)
+        adapters = adapters.of(x, layer_index)
     if ranks is None or isinstance(ranks, Ranks):
         return _local(parameters, layer_index, by_token, ranks, adapters=adapters, **options)
     if axis is not None and (more := tokens_to_add(x, spec, axis, ranks)):

@@ -119,9 +119,11 @@ class Adapters:
     ids: Any = None
     dropout: float = 0.0
 
-    def of(self, x: Any) -> Adapters:
+    def of(self, x: Any, layer_index: Any) -> Adapters:
         """With ids for x `[..., D]`."""
         ids, shape = self.ids, x.shape[:-1]
+        if layer_index is not None:
+            raise Unsupported("lora must be None for a stack, got adapters and a layer_index; pass one layer's arrays")
         if ids is None:
             if self.factors.scale.shape[0] > 1:
                 raise InvalidInput("adapter_ids must be given to a layer with several slots, got None; pass int32 ids")

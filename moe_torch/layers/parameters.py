@@ -116,6 +116,8 @@ class ParameterGroup(torch.nn.Module):
     #: The layer sets both.
     spec: MoESpec
     layer_spec: MoELayerSpec
+    #: Whether the layer has adapters of this router or shared expert.
+    adapted: bool = False
 
     def __init__(
         self,
@@ -142,6 +144,13 @@ class ParameterGroup(torch.nn.Module):
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=trained))
+
+    def _require_adapters(self, lora: Any) -> None:
+        if self.adapted and lora is None:
+            raise Unsupported(
+                f"{type(self).__name__} must be called by its layer, which has adapters of it, got a call alone; call "
+                "the layer"
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParameterGroup:
         before = dict(self._buffers)
@@ -182,6 +191,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
 
     def forward(self, input: torch.Tensor, lora: Any = None) -> torch.Tensor:
         """lora: AdaptedTokens."""
+        self._require_adapters(lora)
         if self.norm is not None:
             assert self.layer_spec.router_norm is not None
             input = ops.rms_norm(input, self.norm, self.layer_spec.router_norm)
@@ -282,11 +292,12 @@ class SharedParameters(ParameterGroup):
 
     def forward(self, x: torch.Tensor, lora: Any = None) -> torch.Tensor:
         """lora: as of `RouterParameters`."""
+        self._require_adapters(lora)
         spec = self.spec
         if spec.main_grad:
             raise Unsupported(
-                "layer.shared_experts must be without hooks and wrappers where main_grad=True: called alone, its "
-                "matrices have their gradients in .grad; put them on the layer"
+                "layer.shared_experts must be without hooks, wrappers and adapters where main_grad=True: called alone, "
+                "its matrices have their gradients in .grad; put them on the layer, or leave the adapters out"
             )
         return shared_output(ARRAYS, autocast(x), self.operands(), spec, lora)
 

@@ -22,7 +22,7 @@ from moe_torch.bridge.arrays import array_spec, target_of_device
 from moe_torch.bridge.operator import Operator
 from moe_torch.bridge.options import require_instance
 from moe_torch.layers.lora.slots import LoRA, LoRAParameters
-from moe_torch.layers.parameters import PrepackedExperts
+from moe_torch.layers.parameters import PrepackedExperts, own_part
 from moe_torch.operators.requests import operands_of
 
 
@@ -57,6 +57,15 @@ class PlannedLayer(PrepackedExperts):
         arguments = (self.spec, HUGGING_FACE, target_of_device(device), training)
         kinds = [layer_plans(self._operands_for(count), *arguments) for count in token_counts(tokens)]
         return warmup([plan for plans in kinds for plan in itertools.chain(*plans)], (device.index or 0,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "lora":
+            targets = () if value is None else value.options.targets
+            for part in {"router", "shared_experts"} & {*self._modules}:
+                one = self._modules[part]
+                if one is not None:
+                    own_part(one, part).adapted = any(target.startswith(part.split("_")[0]) for target in targets)
 
     def add_lora(self, lora: LoRA) -> LoRAParameters:
         """Give the layer adapters, as `layer.lora`, and freeze the layer's other parameters, as PEFT does.

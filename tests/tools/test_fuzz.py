@@ -19,9 +19,10 @@ from moe_core.formats import format_names
 from tests.support.paths import ROOT
 from tools.fuzz import __main__ as command
 from tools.fuzz import run, run_jax, run_torch
-from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case, parse, why_illegal
+from tools.fuzz.case import KINDS, WEIGHT_FORMATS, Case
 from tools.fuzz.data import draw
 from tools.fuzz.draw import Drawn, draw_static, packed_sets, sets_of
+from tools.fuzz.legal import parse, why_illegal
 from tools.fuzz.oracle import formats, routing
 from tools.fuzz.oracle.around import backward_around, run_around
 from tools.fuzz.oracle.backward import Backward
@@ -102,6 +103,11 @@ FLOAT64 = (
     "gate_layout=separate weight_layout=out_in bias=True router_norm=0.25",
     "kind=layer T=4 K=2 E=4 D=5 F=4 source=x out_norm=experts gate_layout=separate norm_epsilon=0.125 centred=True",
     "kind=layer T=4 K=2 E=4 D=5 F=4 source=x mixer=0.2 out_norm=sum out_scale=2.0 shared=2 shared_gate=True z=0.25",
+    "kind=layer T=6 K=2 E=4 D=5 F=4 source=x shared=3 shared_gate=True adapters=2 router_norm=0.25 masked=True "
+    "targets=gate_up,router,shared_gate_up,shared_down",
+    "kind=layer T=5 K=2 E=4 D=5 F=4 source=x shared=3 gate_layout=separate adapters=1 "
+    "targets=shared_gate_up,shared_down",
+    "kind=layer T=5 K=2 E=4 D=5 F=4 source=x shared=2 gate_layout=interleaved adapters=2 targets=down,shared_gate_up",
     "kind=layer T=5 K=2 E=4 D=5 F=4 source=x table=3 router_norm=1.0 weight_first=True norm_epsilon=0.125 balance=0.5",
 )
 

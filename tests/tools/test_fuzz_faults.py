@@ -22,8 +22,9 @@ from moe_torch.operators import routes as operators
 from moe_torch.parallel import peer_ops
 from tools.fuzz import __main__ as command
 from tools.fuzz import engines, run, run_jax, run_torch
-from tools.fuzz.case import Case, parse
+from tools.fuzz.case import Case
 from tools.fuzz.draw import sets_of
+from tools.fuzz.legal import parse
 from tools.fuzz.oracle.real import Real, rounded
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tools.combinations.cover import Cover, Row
-from tools.fuzz.case import Case
+from tools.fuzz.case import TARGETS, Case
 
 Value = tuple[str, str]
 #: Sizes of every layer: those of the formats, and one tile of token rounding.
@@ -76,7 +76,13 @@ FIELDS: dict[str, dict[str, dict[str, Any]]] = {
     "losses": {"none": {}, "on": {"balance": 0.5, "z": 0.25}},
     "recompute": {"none": {}, "on": {"recompute": True}},
     "main_grad": {"none": {}, "on": {"main_grad": True}},
-    "LoRA": {"none": {}, "three slots": {"adapters": 3}},
+    "LoRA": {
+        "none": {},
+        "three slots": {"adapters": 3},
+        "router": {"adapters": 3, "targets": "router"},
+        "shared experts": {"adapters": 3, "targets": "shared_gate_up,shared_down"},
+        "every target": {"adapters": 3, "targets": ",".join(TARGETS)},
+    },
 }  # fmt: skip
 #: How torch's layers are called, from the inside out.
 TORCH_WAYS: dict[str, tuple[str, ...]] = {
@@ -132,6 +138,8 @@ _NOT_ON_RANKS = ("expert_map", "losses")
 Refused = tuple[str, str]
 _QUANTISED = "a scheme that quantises activations must be left out"
 _CHECKPOINTS = "a compiled program with checkpoints replays a trace with weights"
+#: Values of LoRA with adapters of experts, and of shared experts.
+_OF_EXPERTS, _OF_SHARED = ("three slots", "every target"), ("shared experts", "every target")
 _MIXER = r"router must be RouterSpec\(2\) with a sparse_mixer"
 REFUSED: dict[str, list[Refused]] = {
     "": [
@@ -155,8 +163,9 @@ REFUSED: dict[str, list[Refused]] = {
         ("rounding=*, groups=*, scoring=softmax of the chosen", "token rounding takes .* without groups"),
         ("rounding=*, trace=replay ids", "token_rounding needs a trace with weights"),
         ("groups=*, router's input=sparse_mixer", _MIXER),
-        ("LoRA=*, quantised activations=*", "must be None (for experts with quantised activations|with lora)"),
-        ("LoRA=*, norms=each expert", "take no adapters"),
+        *((f"LoRA={targets}, quantised activations=*", "must be None for experts with quantised|must be None with lora")
+          for targets in _OF_EXPERTS),
+        *((f"LoRA={targets}, norms=each expert", "take no adapters") for targets in _OF_EXPERTS),
         ("bias on scores=*, router's input=sparse_mixer", _MIXER),
         ("scoring=*, router's input=sparse_mixer", _MIXER),
         ("weight on input=*, router's input=sparse_mixer", _MIXER),
@@ -172,9 +181,12 @@ REFUSED: dict[str, list[Refused]] = {
         ("main_grad=*, compile=*", "main_grad=True adds to buffers in place"),
         ("main_grad=*, export=*", "main_grad=True adds to buffers in place"),
         ("main_grad=*, autocast=*", "main_grad must be False under torch.autocast"),
-        ("shared experts=*, hooks=*, main_grad=*", "layer.shared_experts must be without hooks and wrappers"),
-        ("LoRA=*, PEFT=*", "must have no hooks and wrappers"),
-        ("LoRA=*, hooks=*", "must have no hooks and wrappers"),
+        ("shared experts=*, hooks=*, main_grad=*", "layer.shared_experts must be without hooks, wrappers and adapters"),
+        *((f"LoRA={targets}, main_grad=*", "and adapters where main_grad|main_grad must be False with adapters")
+          for targets in _OF_SHARED),
+        ("LoRA=router, expert_map=on, main_grad=*", "spec.main_grad must be False with adapters beyond experts"),
+        *((f"LoRA={targets}, PEFT=*", "must have no hooks and wrappers") for targets in ("router", *_OF_EXPERTS)),
+        *((f"LoRA={targets}, hooks=*", "with adapters must have no hooks and") for targets in ("router", *_OF_EXPERTS)),
         ("PEFT=*, export=*", "down"),  # a KeyError of PEFT's, whose parametrisations cannot be exported
     ],
     "ranks": [
@@ -202,7 +214,10 @@ REFUSED: dict[str, list[Refused]] = {
         ("expert_axis=*, dtype=float64", "float64 is not there for experts on several ranks"),
         ("expert_axis=*, rounding=*", "token_rounding is not there for"),
         ("layer=linen, qwix=*", r"layer\.quantize_experts\(variables"),
-        ("stack=*, LoRA=*", "lora must be None for a stack|experts.layer_index must be None with lora"),
+        *((f"stack=*, LoRA={targets}", "lora must be None for a stack|experts.layer_index must be None with lora")
+          for targets in _OF_EXPERTS),
+        *((f"stack=*, expert_map=none, LoRA={targets}", "lora must be None for a stack")
+          for targets in ("router", "shared experts")),
         ("dtype=float64, qwix=*", "x's dtype must be one of bfloat16, float16, float32, got 'float64'"),
     ],
     "graphs": [("trace=*", "captured into a CUDA graph")],
@@ -228,6 +243,7 @@ _OF_LAYERS = "the op has no such option: it is of layers, which have no map"
 APART: dict[str, list[Refused]] = {
     "": [
         ("format=*, quantised activations=*", "a layer has one scheme"),
+        *((f"LoRA={targets}, shared experts=none", "adapters need what they are of") for targets in _OF_SHARED),
         *((f"expert_map=on, {name}", _OF_LAYERS) for name in (
             "latent=*", "norms=*", "capacity=*", "rounding=*", "router's input=*", "expert_scale=*", "losses=*",
         )),
@@ -313,7 +329,7 @@ def cover(framework: str) -> Cover:
 
 
 #: Seeds of the fewest rows, of the first 40.
-SEEDS = {"torch": 12, "jax": 8, RANKS: 7, MODELS: 2, GRAPHS: 14}
+SEEDS = {"torch": 3, "jax": 7, RANKS: 19, MODELS: 2, GRAPHS: 34}
 
 
 def rows(framework: str, more: int = 0) -> list[Row]:

@@ -28,7 +28,7 @@ class Replayed:
         if (
             case.tile
             or case.mixer
-            or (case.adapters and case.kind == "layer")
+            or (case.adapters and case.kind == "layer" and not case.table)
             or (self.kind == "replay" and (case.capacity or case.kind == "moe"))
         ):
             self.base = self.case

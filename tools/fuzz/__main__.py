@@ -12,9 +12,10 @@ import itertools
 import os
 import sys
 
-from tools.fuzz.case import Case, has_any, parse
+from tools.fuzz.case import Case, has_any
 from tools.fuzz.draw import packed_sets, sets_of
 from tools.fuzz.engines import engines
+from tools.fuzz.legal import parse
 from tools.fuzz.run import examine, fuzz
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tools.fuzz.case import Case
+from tools.fuzz.case import EXPERT_TARGETS, Case
 from tools.fuzz.oracle.formats import Quantized, quantize
 
 Tensor = torch.Tensor
@@ -228,14 +228,14 @@ def _draw_experts(draw: Draw, case: Case, arrays: Arrays) -> None:
 def _draw_adapters(draw: Draw, case: Case, plain: dict[str, Tensor]) -> None:
     """Slots of every rank up to 16, some empty; entries behind a rank hold numbers. Some ids name no adapter."""
     by_expert, alone = (case.adapters, case.E), case.kind == "layer" and case.adapters == 1
-    count = 1 if case.shared_factors else case.E
-    for name, sides in {
-        "a1": (case.inner, 16),
-        "b1": (16, case.width),
-        "a2": (case.F, 16),
-        "b2": (16, case.inner),
-    }.items():
-        plain[f"lora.{name}"] = draw.normal(case.adapters, count, *sides, rms=sides[0] ** -0.5)
+    sides = {"gate_up": ("1", case.inner, case.width), "down": ("2", case.F, case.inner)}
+    sides |= {"router": ("_router", case.D, case.num_ids), "shared_down": ("2_shared", case.shared, case.D)}
+    sides["shared_gate_up"] = ("1_shared", case.D, case.width // case.F * case.shared)
+    for target in case.targeted:
+        name, inside, outside = sides[target]
+        count = case.E if target in EXPERT_TARGETS and not case.shared_factors else 1
+        plain[f"lora.a{name}"] = draw.normal(case.adapters, count, inside, 16, rms=inside**-0.5)
+        plain[f"lora.b{name}"] = draw.normal(case.adapters, count, 16, outside, rms=0.25)
     scale, ranks = draw.uniform(*by_expert) + 0.25, draw.integers(-2, 17, *by_expert).clamp(min=int(alone))
     if case.adapters > 2:
         ranks[1] = 0

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tools.fuzz import case as cases
-from tools.fuzz.case import Case, why_illegal
+from tools.fuzz.case import Case
+from tools.fuzz.legal import is_prepackable, unit_of, why_illegal
 
 #: How many times values are drawn for one set of shapes and options, which compile once.
 REDRAWS = {"reference": 16, "interpreter": 16, "cuda": 64}
@@ -123,12 +124,12 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         choice |= {"D": rng.choice(widths), "F": rng.choice(widths)}
         choice |= _arithmetic(rng, kind, engine)
         if choice.get("weights", "") and not choice["weights"].startswith("fp8"):
-            widths = [width for width in (32, 64, 128) if width % cases.unit_of(choice["weights"]) == 0]
+            widths = [width for width in (32, 64, 128) if width % unit_of(choice["weights"]) == 0]
             choice |= {"D": rng.choice(widths), "F": rng.choice(widths)}
     if kind == "moe" and engine != "interpreter" and rng.random() < 0.3 and choice.get("weights"):
         # No kernel of the interpreter takes prepacked weights.
         prepacked = {"prepacked": True, "dtype": "bfloat16", "weight_layout": "out_in", "activations": ""}
-        if cases.is_prepackable(Case(**choice | prepacked)):
+        if is_prepackable(Case(**choice | prepacked)):
             choice |= prepacked
     if kind == "moe":
         choice["source"] = rng.choice(("ids", "logits", "x"))
@@ -170,14 +171,26 @@ def _attempt(rng: random.Random, engine: str) -> Case:
         if kind == "layer":
             case = dataclasses.replace(case, balance=rng.choice((0.0, 0.5)), z=rng.choice((0.0, 0.25)))
     if kind in ("moe", "layer") and rng.random() < 0.2:
-        off = {"main_grad": False, "prepacked": False}
-        adapted = dataclasses.replace(case, adapters=rng.choice((1, 2, 5)), shared_factors=rng.random() < 0.2, **off)
-        return adapted if why_illegal(adapted) is None else case
+        return _adapted(rng, case)
     if kind == "layer" and rng.random() < 0.1:
         rounded = dataclasses.replace(
             case, tile=16, rounding=rng.choice(("nearest", "up", "down")), T=rng.choice((0, 16, 37))
         )
         return rounded if why_illegal(rounded) is None else case
+    return case
+
+
+def _adapted(rng: random.Random, case: Case) -> Case:
+    """With adapters of any targets that the case has, else as it is."""
+    off: dict[str, Any] = {"main_grad": False, "prepacked": case.prepacked and rng.random() < 0.5}
+    off |= {"adapters": rng.choice((1, 2, 5)), "shared_factors": rng.random() < 0.2}
+    has = {"router": case.source == "x", "shared_gate_up": case.shared > 0, "shared_down": case.shared > 0}
+    for among in (cases.TARGETS, cases.TARGETS[2:]):
+        targets = [name for name in among if has.get(name, True) and rng.random() < 0.7]
+        adapted = dataclasses.replace(case, targets=",".join(targets) or Case.targets, **off)
+        if why_illegal(adapted) is None:
+            return adapted
+        off["shared_factors"] = False
     return case
 
 

@@ -134,7 +134,8 @@ def layer_spec(case: Case) -> MoELayerSpec:
 
 def lora_of(case: Case) -> LoRA | None:
     """The options of a layer's adapters."""
-    return LoRA(3, max_rank=16, slots=case.adapters, shared=case.shared_factors) if case.adapters else None
+    options: dict[str, Any] = {"slots": case.adapters, "targets": case.targeted, "shared": case.shared_factors}
+    return LoRA(3, max_rank=16, **options) if case.adapters else None
 
 
 def storage_of(case: Case) -> Storage:

@@ -173,11 +173,13 @@ class _Judge:
             known = case.given_ids or case.table
             invalid = slots_of(case, given["ids"], given).invalid if known else slots.invalid
             verdict.equal("invalid_ids", results["invalid_ids"], [invalid + invalid_adapters(given, case.num_tokens)])
-        if case.kind == "layer":
-            verdict.compare("output", results["output"], run_around(case, given, slots, weights, self.machine).y)
-            self._losses(counts)
+        if case.kind == "layer" or case.apart:
+            output = run_around(case, given, slots, weights, self.machine).y
         else:
-            verdict.compare("output", results["output"], forward(case, given, slots, weights, self.machine))
+            output = forward(case, given, slots, weights, self.machine)
+        verdict.compare("output", results["output"], output)
+        if case.kind == "layer":
+            self._losses(counts)
         if case.gradient:
             self._gradients(slots, weights, ids, counts)
 
@@ -290,7 +292,8 @@ class _Judge:
     def _gradients(self, slots: Any, weights: Real, ids: torch.Tensor, counts: torch.Tensor) -> None:
         case, given = self.case, self.given
         kinds: dict[str, Any] = {"stages": StageBackward, "layer": backward_around}
-        backward = kinds.get(case.kind, Backward)(case, given, slots, weights, self.machine)
+        kind = backward_around if case.apart else kinds.get(case.kind, Backward)
+        backward = kind(case, given, slots, weights, self.machine)
         d_weights = backward.found.pop("weights")
         if self.logits is not None:
             d_weights = d_weights + self.machine.exact(given["d_weights"])

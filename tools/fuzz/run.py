@@ -55,24 +55,24 @@ def examine(case: Case, engine: str) -> Verdict:
 def differences(case: Case, arrays: Arrays, results: dict[str, Results]) -> list[str]:
     """Complaints about bits that both front-ends must share."""
     first, second = (dict(own) for own in results.values())
-    if case.kind == "layer":
+    if case.kind == "layer" or case.beyond:
         left_out = _left_out(case, first, second)
         for own in (first, second):
             for name in left_out & own.keys():
                 own.pop(name)
-            if case.masked:  # the logits of masked tokens are anything
+            if case.masked and "logits" in own:  # the logits of masked tokens are anything
                 own["logits"] = own["logits"][arrays.plain["token_mask"].to(own["logits"].device)]
     # XLA makes subnormal numbers 0 where a framework adds or scales: a factor, too, whose product would be none. Of
     # stages it adds up the gradients of x, and a subnormal one counts in sums up to their last bit.
     for own in (first, second):
         for name, part in own.items():
-            if part.is_floating_point() and case.kind == "layer":
-                scales = case.expert_scale and name == "weights"
-                own[name] = torch.where(_is_subnormal(part, _MOST_SCALE if scales else 1), 0.0, part)
-            elif name == "d x" and case.kind == "stages":
+            if name == "d x" and (case.kind == "stages" or case.beyond):
                 kind = torch.finfo(part.dtype)
                 least = 8 * min(kind.smallest_normal, torch.finfo(torch.float32).smallest_normal) / kind.eps
                 own[name] = torch.where(part.abs() < least, 0.0, part)
+            elif part.is_floating_point() and case.kind == "layer":
+                scales = case.expert_scale and name == "weights"
+                own[name] = torch.where(_is_subnormal(part, _MOST_SCALE if scales else 1), 0.0, part)
     return same_bits(first, second, ("torch", "jax"))
 
 
@@ -90,7 +90,7 @@ def _left_out(case: Case, first: Results, second: Results) -> set[str]:
     # The gradients of losses are each framework's own, and so is what weighs results with a norm of each.
     if case.balance or case.z or case.out_norm == "experts":
         found |= gradients
-    if case.between and case.shared_gate:  # each framework has its own sigmoid
+    if case.apart and case.shared_gate:  # each framework has its own sigmoid
         found |= {"output", *gradients}
     # A weight that is subnormal before or after it is scaled is 0 in XLA, and so is all that it multiplies.
     if case.expert_scale and any(

@@ -6,7 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from tools.fuzz.case import Case, why_illegal
+from tools.fuzz.case import Case
+from tools.fuzz.legal import why_illegal
 
 _SIZES = ("packs", "T", "E", "K", "D", "F", "mapped", "stack", "shared", "latent", "table", "num_groups", "topk_group")
 _SIZES += ("ranks", "spare")
@@ -31,6 +32,10 @@ def _simpler(case: Case) -> Iterator[Case]:
     yield dataclasses.replace(case, latent=0, latent_norm=False, out_norm="", **plain_norms)
     yield dataclasses.replace(case, latent_norm=False, **plain_norms)
     yield dataclasses.replace(case, out_norm="", **plain_norms)
+    yield dataclasses.replace(case, adapters=0, targets=Case.targets, shared_factors=False)
+    for target in case.targeted:
+        left = [name for name in case.targeted if name != target]
+        yield dataclasses.replace(case, targets=",".join(left), shared_factors=False)
     for name in _SIZES:
         value = getattr(case, name)
         for smaller in sorted({value // 4, value // 2, value - 1}):

@@ -211,9 +211,16 @@ def test_a_layer(scheme: str | None) -> None:
     if scheme is None:
         layer(x, adapter_ids=ids).sum().backward()
         assert lora.b_router.grad.any() and lora.b2_shared.grad.any() and layer.router.weight.grad is None
-    layer.router.register_forward_hook(lambda *given: None)
+    for part in (layer.router, layer.shared_experts):  # alone, they know no adapter of a token
+        with pytest.raises(Unsupported, match="Parameters must be called by its layer"):
+            part(x[0])
+    handle = layer.router.register_forward_hook(lambda *given: None)
     with pytest.raises(Unsupported, match=r"layer\.router .* must have no hooks"):
         layer(x, adapter_ids=ids)
+    handle.remove()
+    layer.lora = None
+    torch.testing.assert_close(layer(x), base)
+    assert layer.router(x[0]).isfinite().all()
 
 
 def test_refusals() -> None:

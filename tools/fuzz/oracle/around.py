@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from tools.fuzz.oracle.activations import activate, differentiate
-from tools.fuzz.oracle.backward import Backward, Ends, outer_sum, transposed
+from tools.fuzz.oracle.adapters import Pair, pair_of
+from tools.fuzz.oracle.backward import Backward, Ends, join_gate, joined_storage, outer_sum, transposed
 from tools.fuzz.oracle.layer import (
+    Expert,
     Given,
     Machine,
     Slots,
@@ -25,6 +27,7 @@ from tools.fuzz.oracle.layer import (
     rule_of,
     shared_gate,
     sigmoid,
+    split_gate,
 )
 from tools.fuzz.oracle.norm import norm_of, rms_norm, rms_norm_gradient
 from tools.fuzz.oracle.real import Real, Tensor, rounded
@@ -61,7 +64,7 @@ class Around:
 
 def run_around(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine) -> Around:
     x = machine.exact(given["x"])
-    if not case.between:
+    if not case.apart:
         total = forward(case, given, slots, weights, machine)
         return Around(x, x, x, total, total, _finished(case, given, total, machine))
     visits = torch.zeros(len(given["x"]), 1, dtype=torch.bool, device=given["x"].device)
@@ -79,30 +82,47 @@ def run_around(case: Any, given: Given, slots: Slots, weights: Real, machine: Ma
     if case.latent:
         total = total.matmul(machine.exact(_projection(case, given, "after")), machine.kind()).cast(case.dtype)
     if case.shared:
-        total = (total + _shared(case, given, x, machine)).cast(case.dtype)
+        total = (total + _shared(case, given, x, machine)).cast(case.out_dtype or case.dtype)
     return Around(used, projected, rows, given_back, total, _finished(case, given, total, machine))
 
 
 def _normalised(case: Any, given: Given, slots: Slots, weights: Real, machine: Machine, rows: Real) -> Real:
     decoded = case.dtype if case.weights and not case.weights.startswith("mx") else ""
     expert, kind = expert_of(case, given, "experts.", machine, decoded), machine.kind()
-    hidden = _hidden(case, rows.map(lambda part: part[slots.token]), expert, slots.expert, machine)
+    gate, up = pre_activation(rows.map(lambda part: part[slots.token]), expert, slots.expert, machine, kind)
+    hidden = activate(rule_of(case), *_cast(case, gate, up)).cast(case.dtype)
     made = product(hidden, expert.down, expert.down_bias, slots.expert, machine, kind).cast(case.dtype)
     normed = rms_norm(made, norm_of(case, given["output.norm"]))
     weighted = normed * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(normed.value))
     return weighted.map(lambda part: _by_slot(part, case, slots, len(rows.value))).sum(1).cast(case.dtype)
 
 
-def _hidden(case: Any, rows: Real, expert: Any, index: Tensor, machine: Machine, shared: bool = False) -> Real:
-    gate, up = pre_activation(rows, expert, index, machine, machine.kind())
-    gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
-    return activate(rule_of(case, shared), gate, up).cast(case.dtype)
+def _cast(case: Any, gate: Real, up: Real | None) -> tuple[Real, Real | None]:
+    return gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
+
+
+def _shared_pre(case: Any, given: Given, x: Real, expert: Expert, machine: Machine) -> tuple[Real, Real | None]:
+    """(gate, up) of the shared expert, which adapters change before the cast."""
+    index = torch.zeros(len(x.value), dtype=torch.long, device=x.value.device)
+    gate, up = pre_activation(x, expert, index, machine, machine.kind())
+    if (pair := pair_of(case, given, "shared_gate_up", machine)) is not None:
+        change = pair.change(x)
+        values, errors = (split_gate(one, joined_storage(case)) for one in (change.value, change.error))
+        gate = gate + Real(values[0], errors[0], x.unit)
+        up = None if up is None else up + Real(values[1], errors[1], x.unit)
+    return _cast(case, gate, up)
+
+
+def _shared_down(case: Any, given: Given, hidden: Real, expert: Expert, machine: Machine) -> Real:
+    made = product(hidden, expert.down, None, torch.zeros(0), machine, machine.kind())
+    pair = pair_of(case, given, "shared_down", machine)
+    return (made if pair is None else made + pair.change(hidden)).cast(case.dtype)
 
 
 def _shared(case: Any, given: Given, x: Real, machine: Machine) -> Real:
-    expert, index = expert_of(case, given, "shared.", machine), torch.zeros_like(given["x"][:, 0], dtype=torch.long)
-    hidden = _hidden(case, x, expert, index, machine, shared=True)
-    made = product(hidden, expert.down, None, index, machine, machine.kind()).cast(case.dtype)
+    expert = expert_of(case, given, "shared.", machine)
+    hidden = activate(rule_of(case, True), *_shared_pre(case, given, x, expert, machine)).cast(case.dtype)
+    made = _shared_down(case, given, hidden, expert, machine)
     if not case.shared_gate:
         return made
     scale = sigmoid(shared_gate(case, given, x, machine))
@@ -129,7 +149,7 @@ def backward_around(case: Any, given: Given, slots: Slots, weights: Real, machin
         d = d.scaled(case.out_scale).cast(case.dtype)
     if case.out_norm == "sum":
         d, found["output.norm"] = _through_norm(case, given["output.norm"], d, made.total)
-    if not case.between:
+    if not case.apart:
         backward = Backward(case, given, slots, weights, machine, Ends(made.x, d))
         backward.found |= found
         return backward
@@ -195,14 +215,29 @@ class NormedBackward(StageBackward):
         return d_made.cast(case.dtype).unknown(bad), (d_weighted * normed).unknown(bad).sum(1, True, "truncated")
 
 
+def _add_pair_of_gate(backward: Backward, pair: Pair, rows: Real, d_gate: Real, d_up: Real | None) -> None:
+    """Gate and up in two buffers are two products, each with its columns of B."""
+    case, found = backward.case, backward.found
+    if d_up is None or case.gate_layout != "separate":
+        backward.parts.append(backward.add_pair(pair, rows, join_gate(d_gate, d_up, case)))
+        return
+    sides, half = [], d_gate.value.shape[1]
+    for columns, d in ((slice(half), d_gate), (slice(half, None), d_up)):
+        backward.parts.append(backward.add_pair(pair.columns(columns), rows, d))
+        sides.append((found["lora.a1_shared"], found["lora.b1_shared"]))
+    (a, b), (other_a, other_b) = sides
+    found["lora.a1_shared"] = (a + other_a).cast(case.dtype)
+    both = (torch.cat(parts, -1) for parts in ((b.value, other_b.value), (b.error, other_b.error)))
+    found["lora.b1_shared"] = Real(*both, b.unit)
+
+
 def _add_shared(backward: Backward) -> None:
     """The shared expert's part, of dense products that run one by one."""
     case, given, machine, x = backward.case, backward.given, backward.machine, backward.x
     expert, index = expert_of(case, given, "shared.", machine), torch.zeros(len(x.value), dtype=torch.long)
     index = index.to(x.value.device)
     bad = ~torch.isfinite(x.value).all(1, True)
-    gate, up = pre_activation(x, expert, index, machine, machine.kind())
-    gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
+    gate, up = _shared_pre(case, given, x, expert, machine)
     bad = bad | ~torch.isfinite(gate.value + (0.0 if up is None else up.value)).all(1, True)
 
     def sound(real: Real) -> Real:
@@ -214,15 +249,19 @@ def _add_shared(backward: Backward) -> None:
     if case.shared_gate:
         logit = shared_gate(case, given, x, machine)
         scale = sigmoid(logit)
-        made = product(hidden, expert.down, None, index, machine, kind).cast(case.dtype)
+        made = _shared_down(case, given, hidden, expert, machine)
         d_scale = (g * made).sum(1, True, "truncated")
         d_logit = sound(d_scale * scale * sigmoid(Real(-logit.value, logit.error, logit.unit)))
         g = (g * scale.map(lambda part: part.expand_as(made.value))).cast(case.dtype)
     d_hidden = transposed(g, expert.down, index, machine).cast(case.dtype)
+    if (pair := pair_of(case, given, "shared_down", machine)) is not None:
+        d_hidden = (d_hidden + backward.add_pair(pair, hidden, g)).cast(case.dtype)
     by_gate, by_up = differentiate(rule, gate, up)
     d_gate = sound((by_gate * d_hidden).cast(case.dtype))
     d_up = None if by_up is None else sound((by_up * d_hidden).cast(case.dtype))
     rows = sound(x)
+    if (pair := pair_of(case, given, "shared_gate_up", machine)) is not None:
+        _add_pair_of_gate(backward, pair, rows, d_gate, d_up)
     found = {"down": outer_sum(hidden, g, index, 1, kind), "gate": outer_sum(rows, d_gate, index, 1, kind)}
     products = [transposed(d_gate, expert.gate, index, machine)]
     if d_up is not None and expert.up is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tools.fuzz.oracle.activations import activate, differentiate
-from tools.fuzz.oracle.adapters import Factors, factors_of, one_sum, rows_matmul
+from tools.fuzz.oracle.adapters import Factors, Pair, factors_of, one_sum, pair_of, rows_matmul
 from tools.fuzz.oracle.layer import (
     Expert,
     Given,
@@ -62,7 +62,7 @@ def transposed(rows: Real, weight: Tensor, index: Tensor, machine: Machine) -> R
     return rows_matmul(rows, machine.exact(weight[index].transpose(1, 2)), machine.kind())
 
 
-def _join_gate(gate: Real, up: Real | None, case: Any) -> Real:
+def join_gate(gate: Real, up: Real | None, case: Any) -> Real:
     """Gate and up columns as the last axis stores them."""
     if up is None or case.gate_layout == "separate":
         return gate
@@ -73,6 +73,11 @@ def _join_gate(gate: Real, up: Real | None, case: Any) -> Real:
         return torch.cat((first, second), -1)
 
     return Real(joined(gate.value, up.value), joined(gate.error, up.error), gate.unit)
+
+
+def joined_storage(case: Any) -> Any:
+    """Gate and up in one array, as factors have them: gate columns first where weights are two buffers."""
+    return dataclasses.replace(case, gate_layout="halves") if case.gate_layout == "separate" else case
 
 
 def _stored(matrix: Real, layout: str) -> Real:
@@ -120,7 +125,8 @@ class Backward:
         gate, up = gate.cast(case.dtype), None if up is None else up.cast(case.dtype)
         h = activate(rule, gate, up)
         d_out = self.d_out.map(lambda part: part[token])
-        if factors is None:
+        t1 = t2 = None
+        if factors is None or factors.a2 is None or factors.b2 is None:
             z = transposed(d_out, expert.down, index, machine).either(case.dtype)
         else:
             t2, down = factors.low(d_out, factors.b2.transpose(1, 2)), expert.down[index].transpose(1, 2)
@@ -141,7 +147,7 @@ class Backward:
         d_gate = (by_gate * wz).cast(case.dtype)
         d_up = None if by_up is None else (by_up * wz).cast(case.dtype)
         d_slot = self._to_inputs(d_gate, d_up, expert, index)
-        if factors is not None:
+        if factors is not None and factors.a1 is not None:
             t1 = factors.t1(d_gate, d_up)
             d_slot = d_slot + rows_matmul(t1, machine.exact(factors.a1.transpose(1, 2)), machine.kind())
         hidden = (wide * h).cast(case.dtype)
@@ -156,11 +162,12 @@ class Backward:
             found["up"] = outer_sum(rows, d_up, index, count, kind)
             found["up_bias"] = row_sum(d_up, index, count)
         if factors is not None:
-            low1, low2 = factors.low(rows, factors.a1), factors.weighted(factors.low(made, factors.a2), w)
-            sides = {"a1": (rows, t1), "b1": (low1, _join_gate(d_gate, d_up, case))}
-            sides |= {"a2": (hidden, t2), "b2": (low2, d_out)}
-            if d_up is not None and case.gate_layout == "separate":
-                sides["b1"] = (low1, _join_gate(d_gate, d_up, dataclasses.replace(case, gate_layout="halves")))
+            sides: dict[str, tuple[Real, Real]] = {}
+            if t1 is not None and factors.a1 is not None:
+                d_pre = join_gate(d_gate, d_up, joined_storage(case))
+                sides = {"a1": (rows, t1), "b1": (factors.low(rows, factors.a1), d_pre)}
+            if t2 is not None and factors.a2 is not None:
+                sides |= {"a2": (hidden, t2), "b2": (factors.weighted(factors.low(made, factors.a2), w), d_out)}
             for name, (left, right) in sides.items():
                 shape = self.given[f"lora.{name}"].shape
                 of_groups = outer_sum(left, right, factors.group, shape[0] * shape[1] + 1, kind).cast(case.dtype)
@@ -177,10 +184,10 @@ class Backward:
         """Gradients of the weights in their own storage and dtype."""
         case, given, layout = self.case, self.given, self.case.weight_layout
         up = found.get("up")
-        matrices = {"gate_up": _join_gate(found["gate"], up, case), "down": found["down"]}
+        matrices = {"gate_up": join_gate(found["gate"], up, case), "down": found["down"]}
         biases: dict[str, Real] = {}
         if "gate_bias" in found:
-            biases["gate_up_bias"] = _join_gate(found["gate_bias"], found.get("up_bias"), case)
+            biases["gate_up_bias"] = join_gate(found["gate_bias"], found.get("up_bias"), case)
             biases["down_bias"] = found["down_bias"]
         if up is not None and case.gate_layout == "separate":
             matrices["up"] = up
@@ -261,6 +268,16 @@ class Backward:
         self.found["routing.expert_scale"] = total.cast(case.dtype).map(lambda part: part.reshape(-1))
         return d_weights * expert_scales(given, ids, machine)
 
+    def add_pair(self, pair: Pair, rows: Real, d: Real) -> Real:
+        """The factors' part, from the gradient of what they are added to; returns that of the rows."""
+        t, used, shape = pair.t(d), pair.used, (len(pair.used), 1)
+        for side, left, right, columns in (("a", rows, t, used[:, None]), ("b", pair.low(rows), d, used[:, :, None])):
+            made = outer_sum(left, right, pair.slot, len(used) + 1, pair.kind).map(lambda part: part[:-1])
+            made = made.where(columns.expand_as(made.value)).cast(pair.dtype)
+            self.found[f"lora.{side}{pair.name}"] = made.map(lambda part: part.reshape(*shape, *part.shape[1:]))
+        a = self.machine.exact(pair.a.transpose(1, 2))
+        return pair.adapted(rows_matmul(t, a, pair.kind)).cast(pair.dtype)
+
     def add_router(self, d_logits: Real) -> None:
         """The router's part, from d_logits [T, E]. Rows of masked tokens take no part."""
         case, given, machine, found = self.case, self.given, self.machine, self.found
@@ -279,6 +296,8 @@ class Backward:
         weight = given["routing.weight"]
         weight = weight if case.router_layout == "in_out" else weight.transpose(0, 1)
         part = d_logits.matmul(machine.exact(weight.transpose(0, 1)), "truncated")
+        if (pair := pair_of(case, given, "router", machine)) is not None:
+            part = part.either(case.dtype) + self.add_pair(pair, rows, d_logits)
         if case.router_norm:
             part = part.cast(case.dtype).where(used.expand_as(x.value))
             part, d_norm = rms_norm_gradient(part, x, norm_of(case, given["routing.norm"], case.router_norm))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tools.fuzz.oracle.activations import DEFAULTS, Rule, activate
-from tools.fuzz.oracle.adapters import Factors, factors_of, one_sum, rows_matmul
+from tools.fuzz.oracle.adapters import Factors, factors_of, one_sum, pair_of, rows_matmul
 from tools.fuzz.oracle.formats import clamped, requantized
 from tools.fuzz.oracle.norm import norm_of, rms_norm
 from tools.fuzz.oracle.real import UNIT, Real, Tensor, rounded, share
@@ -88,6 +88,8 @@ def router_logits(case: Any, given: Given, machine: Machine) -> Real:
     logits = router_rows(case, given, machine).matmul(machine.exact(weight), machine.kind())
     if "routing.bias" in given:
         logits = machine.biased(logits, given["routing.bias"].expand_as(logits.value), case.D)
+    if (pair := pair_of(case, given, "router", machine)) is not None:
+        logits = logits + pair.change(router_rows(case, given, machine))
     single = "float64" if case.dtype == "float64" else "float32"
     return logits.cast(single).cast(case.logits_dtype if single == "float32" else single)
 
@@ -220,7 +222,7 @@ def pre_activation(
 ) -> tuple[Real, Real | None]:
     """(gate, up) [R, F] in the working precision."""
     tails: list[Tail | None] = [None, None]
-    if factors is not None:
+    if factors is not None and factors.a1 is not None:
         low = factors.low(rows, factors.a1)
         tails = [None if one is None else (low, one) for one in (factors.gate, factors.up)]
     gate = product(rows, expert.gate, expert.gate_bias, index, machine, kind, tails[0])
@@ -262,7 +264,9 @@ def forward(case: Any, given: Given, slots: Slots, weights: Real, machine: Machi
     hidden = activate(rule_of(case), gate, up).cast(case.dtype)
     if case.activations:
         hidden = _quantized(case, hidden, given.get("experts.down_input_scale"))
-    tail = None if factors is None else (factors.low(hidden, factors.a2), factors.b2)
+    tail = None
+    if factors is not None and factors.a2 is not None and factors.b2 is not None:
+        tail = factors.low(hidden, factors.a2), factors.b2
     made = product(hidden, experts.down, experts.down_bias, slots.expert, machine, kind, tail)
     if not case.on_input:
         made = made * weights.map(lambda part: part[slots.token, slots.k].unsqueeze(1).expand_as(made.value))
