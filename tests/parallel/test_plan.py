@@ -207,6 +207,7 @@ def test_a_plan_is_frozen_cached_written_and_explained() -> None:
         "bits       one device's",
     ):
         assert line in text, text
+    assert "  tensor  " not in text, "every rank holds whole experts"
     assert "reads the counts once" in plan_of(ExchangeSpec()).explain()
 
 

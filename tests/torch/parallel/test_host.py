@@ -85,6 +85,11 @@ def operations(group: Any, problem: Problem, way: ExchangeSpec) -> list[Counter[
     return [*found, training.found, backward.found]
 
 
+def unaligned(array: torch.Tensor) -> torch.Tensor:
+    """The same numbers behind an address that is no multiple of 16."""
+    return array.new_empty(array.numel() + 1)[1:].view(array.shape).copy_(array)
+
+
 def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     """Calls like earlier ones, whose plans are found by steps: bits of first calls, and whether steps have plans."""
     own, same = problem.ranks()[torch.distributed.get_rank(group)], []
@@ -92,13 +97,17 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     parallel = ExpertParallel(group, way, most)
     used, devices = mock.patch.object(again, "kept", wraps=again.kept), mock.patch.object(again, "_DEVICES", {"cpu"})
     with running_on("reference"), torch.no_grad(), devices, used as used:
-        for turn in range(6):
+        for turn in range(9):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
             if turn in (1, 3):
                 # Other numbers of rows than expected, then the same again, and twice.
                 routing.ids.copy_(routing.ids.flip(0))
                 routing.ids[turn:, 1:] = -1
+            # Plans that were compiled for aligned arrays do not run on others.
+            x = unaligned(x) if turn == 6 else x
+            ids, weights = routing.ids, routing.weights
+            routing = TopK(unaligned(ids) if turn == 7 else ids, unaligned(weights) if turn == 8 else weights)
             options: Any = {"placement": problem.placement}
             found = parallel_moe(x, experts, routing, problem.spec, parallel=parallel, **options)
             first = ExpertParallel(group, way, most)
