@@ -192,7 +192,9 @@ class Operator(Generic[_Parameters, _Result]):
         ready = self.plans.get(key) or self._remember(key, arguments)
         aligned = self._aligned(arguments) or arguments
         # The memory of inputs may be freed when this returns.
-        return ready.begin([aligned[index].data_ptr() for index in ready.selection], behind, aligned)
+        begun = ready.begin([aligned[index].data_ptr() for index in ready.selection], aligned)
+        begun.run(slice(-behind))
+        return begun
 
     def _remember(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Ready:
         ready = self.plans.find(key)

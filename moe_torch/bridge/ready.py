@@ -43,17 +43,11 @@ class Ready:
         self._launch(pointers)
         return outputs
 
-    def later(self, pointers: list[int]) -> Begun:
-        """Allocate for a run, which `finish` launches. Until then, addresses of inputs may change in the result."""
+    def begin(self, pointers: list[int], kept: object = None) -> Begun:
+        """Allocate for a run, which the result launches. Until then, addresses of inputs may change there. kept: is
+        kept alive by the result."""
         outputs, scratch = self._add_memory(pointers, ())
-        return Begun(self, pointers, None, outputs, scratch)
-
-    def begin(self, pointers: list[int], behind: int, kept: object = None) -> Begun:
-        """Run all steps except the last `behind`. kept: is kept alive by the result."""
-        outputs, scratch = self._add_memory(pointers, ())
-        split = len(self.prepared.plan.steps) - behind
-        self._launch(pointers, slice(split))
-        return Begun(self, pointers, slice(split, None), outputs, (scratch, kept))
+        return Begun(self, pointers, outputs, (scratch, kept))
 
     def _add_memory(
         self, pointers: list[int], destinations: Sequence[torch.Tensor | None]
@@ -85,19 +79,14 @@ class Ready:
 
 
 class Begun(NamedTuple):
-    """A run without its last steps. Keep it until they have ended. steps: the last ones, None: all."""
+    """A run with memory. Keep it until its steps have ended."""
 
     ready: Ready
     pointers: list[int]
-    steps: slice | None
     outputs: list[torch.Tensor]
     kept: object
 
-    def finish(self) -> list[torch.Tensor]:
-        """Run the last steps on the current stream, which waits for the first ones."""
-        self.run(self.steps)
-        return self.outputs
-
-    def run(self, steps: slice | None) -> None:
-        """Run these steps, None: all."""
+    def run(self, steps: slice | None = None) -> list[torch.Tensor]:
+        """Run these steps, None: all, on the current stream, which waits for the first ones. Returns the outputs."""
         self.ready._launch(self.pointers, steps)
+        return self.outputs

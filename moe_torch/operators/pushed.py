@@ -126,10 +126,11 @@ class BegunExperts(NamedTuple):
 
     routing: TopK
     begun: Begun
+    behind: int
 
     def finish(self) -> MoEOutput:
         """Run the rest on the current stream, which waits for product 1."""
-        output, tokens_per_expert, invalid_ids = self.begun.finish()
+        output, tokens_per_expert, invalid_ids = self.begun.run(slice(-self.behind, None))
         routing = self.routing
         return MoEOutput(output, routing.ids, routing.weights, None, tokens_per_expert, invalid_ids)
 
@@ -158,4 +159,5 @@ def experts_begin(
         x=x, experts=experts, routing=routing, token_mask=None, expert_map=None, shared=None, results_at=results_at,
         memory=None, spec=spec, multiprocessors=multiprocessors,
     )  # fmt: skip
-    return BegunExperts(routing, operator.begin(arguments, launches_behind_hidden(results_at)))
+    behind = launches_behind_hidden(results_at)
+    return BegunExperts(routing, operator.begin(arguments, behind), behind)

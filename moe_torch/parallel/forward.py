@@ -228,8 +228,7 @@ class Exchange:
             routes_of = planner.start(brought.x.detach() if brought.x.requires_grad else brought.x)
             if dense is not None:
                 dense()  # The host waits for counts behind it.
-            if planner.expected is not None:
-                planner.compute = owner.expect(*planner.expected[1:])
+            planner.owner = owner
             routes: Any = routes_of()
             # What has left, or arrived, is not kept.
             values, planner.arriving = planner.arriving or brought.x, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from moe_core.parallel.placement import Placement
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import ExpertWeights, LoRAFactors, MoEOutput, TopK
 from moe_torch import ops
+from moe_torch.bridge.ready import Begun
 from moe_torch.operators.pushed import push_request
 from moe_torch.operators.requests import moe_request
 from moe_torch.operators.routed import hidden
@@ -35,22 +36,21 @@ class Owner:
     lora: LoRAFactors | None = None
     steps: Steps | None = None
     tensors: Sequence[torch.Tensor] = ()
+    _expected: tuple[Any, Step, Begun] | None = None
     _done: tuple[Any, list[torch.Tensor]] | None = None
 
-    def expect(self, num_rows: int, group_tokens: int) -> Callable[[Sequence[torch.Tensor]], None] | None:
-        """Prepare the products of a call that has the numbers of an earlier one. The function that is returned launches
-        them for (ids, weights, ..., rows), and `__call__` then returns their results. None: no earlier call."""
+    def expect(self, num_rows: int, group_tokens: int) -> None:
+        """Prepare the products of a call that has the numbers of an earlier one."""
         key, steps = ("owner", num_rows, group_tokens), self.steps
-        step = None if steps is None else steps.get(key)
-        if step is None:
-            return None
-        begun = step.ready.later(step.pointers(self.tensors))
+        if steps is not None and (step := steps.get(key)) is not None:
+            self._expected = key, step, step.ready.begin(step.pointers(self.tensors))
 
-        def compute(came: Sequence[torch.Tensor]) -> None:
+    def compute(self, came: Sequence[torch.Tensor]) -> None:
+        """Launch products that `expect` prepared for (ids, weights, ..., rows); `__call__` then returns the results."""
+        if self._expected is not None:
+            key, step, begun = self._expected
             step.change(begun.pointers, came[-1].data_ptr(), came[0].data_ptr(), came[1].data_ptr())
-            self._done = key, begun.finish()
-
-        return compute
+            self._done = key, begun.run()
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
@@ -143,13 +143,11 @@ class Planner(Protocol):
     """A transport's plan of a call, from `(call, ids int32 [T, K], weights fp32 [T, K], token_mask bool [T])`.
 
     Making it sends nothing and raises what only this rank knows. arriving: rows that left with the routes, for
-    `dispatch`. expected: the last two are an owner's rows and `group_tokens`, probably. compute:
-    `Owner.expect` of them.
+    `dispatch`. owner: the `Owner`, which may compute before routes are described.
     """
 
     arriving: Arriving | None = None
-    expected: tuple[int, int, int] | None = None
-    compute: Callable[[Sequence[torch.Tensor]], None] | None = None
+    owner: Any = None
 
     def schedule(self, brought: Any, owner: Any, shared: Any, dtype: torch.dtype) -> Any:
         """Run a whole call, with another order of its steps. None: the order is the usual one, and nothing has run."""

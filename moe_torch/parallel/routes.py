@@ -232,7 +232,7 @@ def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor)
 class Counted(_Planner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
-    _begun: Begun | None = None
+    _begun: tuple[Any, Begun] | None = None
 
     @property
     def _alone(self) -> bool:
@@ -262,15 +262,15 @@ class Counted(_Planner):
         slots = tables.slot_of_row
         if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
             rows = self._leaving(values, tables)
-            self._expect()
         return lambda: self.counted(tables, *(arrived or arrive()), values, rows)
 
     def _expect(self) -> None:
-        """Prepare to receive as many rows as in the last such call, while the host waits for the counts."""
+        """Prepare to receive and compute as many rows as in the last such call, while the host waits for the counts."""
         steps = self.call.steps
-        last = None if steps is None else steps.get(_LAST)
+        last = None if steps is None or self.owner is None else steps.get(_LAST)
         if steps is not None and last is not None and (ready := steps.get(("receive", *last[:2], False))) is not None:
-            self.expected, self._begun = last, ready.later([0, 0, 0])
+            self._begun = last, ready.begin([0, 0, 0])
+            self.owner.expect(*last[1:])
 
     def _leaving(self, values: torch.Tensor, tables: _Tables, count: int | None = None) -> torch.Tensor:
         """The first rows to go, with their numbers unless rows are to overlap with other work. count: None: all."""
@@ -287,6 +287,8 @@ class Counted(_Planner):
     ) -> CollectiveRoutes:  # fmt: skip
         """counts: waits for header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
         `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave."""
+        if ahead is not None:
+            self._expect()
         plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts()
         spoilt, excess = None, 0
         group_tokens = ranks.compare(came[:, :_HEADER])
@@ -349,19 +351,19 @@ class Counted(_Planner):
         width, steps = self.spec.width(self.top_k), self.call.steps
         first = packed_row(self.plan.d_model, self.plan.dtype, width)[1]
         if steps is not None and not self.spec.by_slot:
-            rows = packed.shape[0], self._room(here)
-            if (*rows, group_tokens) != self.expected:
-                steps.put(_LAST, (*rows, group_tokens))
-                self._begun = None
-            begun = self._begun or ((ready := steps.get(("receive", *rows, False))) and ready.later([0, 0, 0]))
+            rows, (last, begun) = (packed.shape[0], self._room(here)), self._begun or (None, None)
+            if (expected := (*rows, group_tokens)) != last:
+                steps.put(_LAST, expected)
+                ready = steps.get(("receive", *rows, False))
+                begun = None if ready is None else ready.begin([0, 0, 0])
             if begun is not None:
                 # Without views, which cost as much as a launch: came, counts, x.
                 address = packed.data_ptr()
                 begun.pointers[:3] = address + 4 * first, counts.data_ptr(), address
-                came = begun.finish()
-                if self._begun is not None and self.compute is not None:
+                came = begun.run()
+                if expected == last:
                     # Before all else that the host does with them.
-                    self.compute(came)
+                    self.owner.compute(came)
                 return came
         numbers, values = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
         return self._owner(counts, here, numbers, values)

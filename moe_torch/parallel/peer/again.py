@@ -116,7 +116,7 @@ def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tens
     if (given[0] | given[1] | given[2]) % ALIGNMENT:
         return None
     kept(again.constants, brought.x.device)
-    begun = step.ready.later(step.change(step.pointers(tensors), *given))
+    begun = step.ready.begin(step.change(step.pointers(tensors), *given))
     for part, barrier in again.parts:
         begun.run(part)
         arrays = brought.x = None  # Experts need no gathered rows.
