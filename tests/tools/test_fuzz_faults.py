@@ -15,6 +15,7 @@ pytest.importorskip("jax")
 import moe_torch
 import moe_torch.layers.around as around
 import moe_torch.layers.moe as torch_layer
+from moe_core.ops.lora import beyond
 from moe_core.ops.routing import reference, reference_rounding
 from moe_jax.layers import functional
 from moe_torch.autograd import moe as autograd_moe
@@ -225,6 +226,21 @@ def _neighbours_gradient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(run_torch, "_gradients", fault)
 
 
+def _unscaled_logits(patch: pytest.MonkeyPatch) -> None:
+    plain = beyond.adapted_logits
+
+    def fault(of: Any, rows: Any, router: Any, spec: Any, lora: Any) -> Any:
+        factors = dataclasses.replace(lora.factors, scale=lora.factors.scale * 0 + 1)
+        return plain(of, rows, router, spec, lora._replace(factors=factors))
+
+    patch.setattr(beyond, "adapted_logits", fault)
+
+
+def _first_adapter_of_the_shared_expert(patch: pytest.MonkeyPatch) -> None:
+    plain = beyond.adapted_tokens
+    patch.setattr(beyond, "adapted_tokens", lambda of, lora, ids, *rest: plain(of, lora, ids + (ids == -1), *rest))
+
+
 MOE = "T=3 E=2 D=4 F=4"
 ADAPTED = "T=9 E=2 K=2 D=4 F=4 adapters=2"
 ROUNDED = "kind=route T=70 K=2 E=6 source=logits tile=16 seed=5"
@@ -236,6 +252,10 @@ STATED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "adapters without scale": (_adapters("scale", torch.ones_like), "torch", ADAPTED),
     "numbers behind a rank": (_adapters("ranks", lambda ranks: 16 * ranks.clamp(max=1)), "torch", ADAPTED),
     "tokens without an adapter take the first": (_first_adapter, "jax", ADAPTED),
+    "a router's adapter without scale": (_unscaled_logits, "jax", "T=9 E=4 D=8 source=x adapters=2 targets=router"),
+    "a shared expert takes the first adapter": (
+        _first_adapter_of_the_shared_expert, "torch", "T=9 D=4 shared=4 adapters=2 targets=shared_gate_up,shared_down"
+    ),
     "the gradient of a neighbour's factor": (_neighbours_gradient, "torch", f"{ADAPTED} gradient=True"),
     "overwritten main_grad": (_overwritten_main_grad, "torch", f"{MOE} gradient=True main_grad=True"),
     "forgotten static scale": (

@@ -20,6 +20,7 @@ from moe_core.ops.lora.reference import kept
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import BEYOND_EXPERTS, ExpertWeights, LoRAFactors, RouterWeights, SharedExpert
 from moe_torch import InvalidInput, LoRA, MoELayerSpec, SharedExpertsSpec, TopK, Unsupported, trace
+from moe_torch.layers.lora.slots import LoRAParameters
 
 D, F, S, E, K = 32, 16, 24, 5, 2
 PAIRS = {"1": ("gate_up",), "2": ("down",), "_router": ("weight",), "1_shared": ("gate_up",), "2_shared": ("down",)}
@@ -188,7 +189,7 @@ def test_a_layer(scheme: str | None) -> None:
     layer: Any = moe_torch.MoE.from_spec(MoELayerSpec(128, 128, 4, 2, experts=experts, **options))
     x, ids = torch.randn(3, 5, 128), torch.arange(15, dtype=torch.int32).view(3, 5) % 3 - 1
     base = layer.eval()(x)
-    lora = layer.add_lora(LoRA(4, alpha=8, slots=2, targets=("router", "shared_down"))).eval()
+    lora = layer.add_lora(LoRA(4, alpha=8, slots=2, dropout=0.5, targets=("router", "shared_down"))).eval()
     assert {name for name, one in layer.named_parameters() if one.requires_grad} == {
         f"lora.{name}" for name in (*TARGETS["router"], *TARGETS["shared_down"])
     }
@@ -221,6 +222,13 @@ def test_a_layer(scheme: str | None) -> None:
     layer.lora = None
     torch.testing.assert_close(layer(x), base)
     assert layer.router(x[0]).isfinite().all()
+
+
+def test_dropout_in_evaluation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LoRAParameters.bundle
+    monkeypatch.setattr(LoRAParameters, "bundle", lambda self: setattr(self, "training", True) or plain(self))
+    with pytest.raises(AssertionError):
+        test_a_layer(None)
 
 
 def test_refusals() -> None:
