@@ -186,10 +186,9 @@ class ExpertParallel:
         """The ranks between hosts, and inside this host. None: one level. Arguments as in `ranks`."""
         return None if self.exchange.hosts == 1 else self._once(self._levels, where, overlaps)
 
-    def _levels(self, where: str, overlaps: bool) -> tuple[Ranks, Ranks] | None:
+    def _levels(self, where: str, overlaps: bool) -> tuple[Ranks, Ranks]:
         axes, where = levels_of(self.mesh), self._named(where)
-        if axes is None:
-            return None
+        assert axes is not None, "hosts are those of a mesh of two axes"
         between, inside = (
             dataclasses.replace(ranks_of(axis, self.timeout, f"{where}, {of} hosts"), overlaps=overlaps)
             for axis, of in zip(axes, ("between", "inside"), strict=True)

@@ -124,20 +124,17 @@ class Call:
             if bundle is not None:
                 names.append(type(bundle))
                 arrays += _values(type(bundle))(bundle)
-        kinds = tuple(map(type, arrays))
-        if QuantizedTensor in kinds:
-            quantized = [one for one in arrays if type(one) is QuantizedTensor]
-            names += [one.spec for one in quantized]
-            arrays = [one for one in arrays if type(one) is not QuantizedTensor]
-            arrays += [array for one in quantized for array in _values(QuantizedTensor)(one)]
-            names.append(tuple(map(type, arrays)))
-        tensors = [one for one in arrays if one is not None]
+        for one in arrays:
+            if type(one) is QuantizedTensor:
+                names.append(one.spec)
+                arrays += _values(QuantizedTensor)(one)
+        tensors = [one for one in arrays if one is not None and type(one) is not QuantizedTensor]
         # The comparison would end the process at a tensor without strides.
         if not PLAIN_CLASSES.issuperset(map(type, tensors)) or True in map(_is_nested, tensors):
             return
-        engine, ids = None if operands.x.is_cuda else cpu_target(), map(id, options)
+        engine, kinds = None if operands.x.is_cuda else cpu_target(), map(type, arrays)
         self.tensors = tensors
-        self.key = (parallel, *ids, torch.is_grad_enabled(), engine, operands.x.shape, kinds, *names)
+        self.key = (parallel, *map(id, options), torch.is_grad_enabled(), engine, operands.x.shape, *kinds, *names)
 
     def find(self) -> Known | None:
         known = None if self.key is None else _known.get(self.key) or _known.find(self.key)

@@ -25,7 +25,6 @@ from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.tensor import Brought
 
-_PUSHED = ("x", "ids", "weights", "header")
 #: Of push, of products, and the sums.
 _RESULTS = ("0.tokens_per_expert", "0.invalid_ids", "0.overflow", "1.tokens_per_expert", "2.out")
 
@@ -49,13 +48,12 @@ _DEVICES = {"cuda"}
 def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: torch.dtype) -> None:
     """Remember a call of one chunk without a shared expert that has run."""
     steps, placement = call.steps, call.plan.placement
-    if steps is None or call.moving is not None or not isinstance(routes, DirectRoutes):
-        return
-    if x.device.type not in _DEVICES:
+    if not isinstance(routes, DirectRoutes) or steps is None or x.device.type not in _DEVICES:
         return
     (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
     products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))
-    if mask is not None or given is not None or routes.format is not None or products is None:
+    others = call.moving, mask, given, routes.format
+    if products is None or any(one is not None for one in others):
         return
     header = call.header(x.device)
     tokens = HomeTokens(x, ids, weights, None, places_of_experts, None)._asdict()
@@ -63,7 +61,7 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
     sizes: Any = {"rank": call.ranks.rank, "per_rank": placement.per_rank, "num_experts": placement.num_experts}
     sizes |= {"most": routes.most, "programs": None, "visits": False}
     pushed = operators.PUSH_TOKENS_ONCE.arguments(**tokens, **tables, **sizes, header=header, memory=None)
-    push = Step.of(operators.PUSH_TOKENS_ONCE, pushed, _PUSHED, ())
+    push = Step.of(operators.PUSH_TOKENS_ONCE, pushed, ("x", "ids", "weights", "header"), ())
     summed = Checks(memory.headers.own)._asdict() | {"y": memory.returned.own, "row_of_slot": routes.pushed.places}
     summed |= {"shared": None, "shared_gate": None, "memory": None, "out_dtype": dtype_name("out_dtype", dtype)}
     total = Step.of(operators.SUM_RESULTS, operators.SUM_RESULTS.arguments(**summed), ("row_of_slot",), ())
