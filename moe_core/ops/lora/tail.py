@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from moe_core.base import ArraySpec
 from moe_core.ops.lora.adapters import Adapters, adapter_inputs
 from moe_core.plan import Argument, PlanBuilder, passed
+from moe_core.specs.tile import TileConfig
 
-#: Ranks of a step. More would spill: the factor is loaded in its dtype, and the sums are held twice.
-BLOCK_R = 16
+#: Ranks of a step. More than the fewest spill in tiles of more rows, or of more columns of the factor for 4 warps: the
+#: factor is loaded in its dtype, and the sums are held twice.
+_BLOCKS_R, _MOST_ROWS, _MOST_COLUMNS = (64, 32, 16), 32, 128
 #: Names of a product's further inputs, after `tail.`.
 INPUTS = ("low", "factor", "virtual_start", "ranks", "seed")
 _CONSTANTS = ("RANK", "SLOTS", "NUM_EXPERTS", "SLOT_STRIDE", "EXPERT_STRIDE", "R_STRIDE", "N_STRIDE", "THRESHOLD")
@@ -36,11 +38,19 @@ class Tail:
 
     def describe(self, builder: PlanBuilder) -> None:
         order = "then ranks" if not self.adapters.dropout.mask else "then the masked sum of ranks"
-        builder.sums(f"{order} of each row's adapter in blocks of {BLOCK_R}, in order, in the same accumulator")
+        builder.sums(f"{order} of each row's adapter, in order, in the same accumulator")
+
+    def block_r(self, config: TileConfig | None, gated: bool, most: int) -> int:
+        columns = 0 if config is None else config.block_n * (2 if gated else 1) * 4 // config.num_warps
+        if config is None or config.block_m > _MOST_ROWS or columns > _MOST_COLUMNS:
+            most = _BLOCKS_R[-1]
+        return next(size for size in _BLOCKS_R if size <= most and self.low.shape[1] % size == 0)
 
 
-def tail_arguments(builder: PlanBuilder, tail: Tail | None) -> dict[str, Argument]:
-    """Kernel arguments in the order of `kernels.tail.Tail`."""
+def tail_arguments(
+    builder: PlanBuilder, tail: Tail | None, config: TileConfig | None = None, gated: bool = False, most: int = 64
+) -> dict[str, Argument]:
+    """Kernel arguments in the order of `kernels.tail.Tail`. config: of a tile whose steps may have `most` ranks."""
     pointers = {f"tail_{name}": builder.optional(f"tail.{name}") for name in INPUTS}
     if tail is None:
         absent = dict.fromkeys(_CONSTANTS, 0) | {"MASKED": None, "SALT": 0, "BLOCK_R": 0}
@@ -48,5 +58,5 @@ def tail_arguments(builder: PlanBuilder, tail: Tail | None) -> dict[str, Argumen
     slot, expert, r_stride, n_stride = tail.adapters.strides(tail.factor)
     constants = passed(RANK=tail.low.shape[1], SLOTS=tail.adapters.slots, NUM_EXPERTS=tail.adapters.layout.num_experts)
     constants |= passed(SLOT_STRIDE=slot, EXPERT_STRIDE=expert, R_STRIDE=r_stride, N_STRIDE=n_stride)
-    constants |= tail.adapters.dropout.constants() | passed(BLOCK_R=BLOCK_R)
+    constants |= tail.adapters.dropout.constants() | passed(BLOCK_R=tail.block_r(config, gated, most))
     return pointers | {f"TAIL_{name}": value for name, value in constants.items()}

@@ -36,7 +36,8 @@ def why_not_pdl(plan: LaunchPlan, num_tokens: int, batch_invariant: bool) -> str
         return None
     if num_tokens > MOST_TOKENS:
         return f"overlapping gains nothing above {MOST_TOKENS} tokens, got {num_tokens}"
-    if (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
+    # Behind products with adapters few blocks wait, and the next product begins behind these.
+    if not _adds_tails(plan) and (size := _expert_bytes(plan)) > MOST_EXPERT_BYTES:
         return f"overlapping gains nothing where an expert has more than {MOST_EXPERT_BYTES} bytes, got {size}"
     return None
 
@@ -69,7 +70,7 @@ def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False,
         return dataclasses.replace(first, steps=(*first.steps, *second))
     if (reason := why_not_pdl(plan, num_tokens, batch_invariant)) is not None:
         note = f"launches follow one another: {reason}"
-        if plan.target.has_pdl and not batch_invariant and any(map(_reads_low, plan.steps, (None, *plan.steps))):
+        if plan.target.has_pdl and not batch_invariant and _adds_tails(plan):
             note = f"launches follow one another but for products with adapters: {reason}"
             plan = dataclasses.replace(plan, steps=_behind_tails(plan.steps))
         return dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -102,6 +103,10 @@ def _reads_low(step: Any, ahead: Any) -> bool:
         return False
     low = dict(step.arguments).get("tail_low")
     return isinstance(low, Pointer) and dict(ahead.arguments).get("low") == low
+
+
+def _adds_tails(plan: LaunchPlan) -> bool:
+    return any(map(_reads_low, plan.steps, (None, *plan.steps)))
 
 
 def _behind_tails(steps: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.common.kernels.aggregates import aggregate_of
+from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.lora.kernels.dropout import kept
 
 #: low `[rows, RANK]` times factor `[SLOTS, experts, RANK, N]`, of which rows of a virtual expert take one matrix.
@@ -17,17 +18,21 @@ Tail = aggregate_of(
 
 @triton.jit
 def add_tail(
-    total, rows, slots, exists, expert, columns, inside, tail, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr
-):
+    total, rows, slots, exists, expert, columns, inside, tail, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    TURNED: tl.constexpr = False, DRAINED: tl.constexpr = False,
+):  # fmt: skip
     """Return fp32 sums `[rows, columns]` of an expert, continued by its adapters' steps, ranks ascending.
 
-    Each row keeps only the sums of its adapter, so that others, even inf or NaN, change none of its bits.
+    Each row keeps only the sums of its adapter, so that others, even inf or NaN, change none of its bits. TURNED: sums
+    are `[columns, rows]`, without dropout. DRAINED: see `multiply`.
     """
+    tl.static_assert(not TURNED or tail.THRESHOLD == 0)
     low_row = tl.min(tl.where(exists, rows, 2147483647), axis=0)
     high_row = tl.max(tl.where(exists, rows, -1), axis=0)
-    begin, end_of_adapters = low_row * 0, low_row * 0 + tail.SLOTS
-    if tail.SLOTS > 1:
-        # Adapters of an expert ascend along its rows: only a few neighbours have rows of this block.
+    begin, end_of_adapters = 0, tail.SLOTS
+    if tail.SLOTS > 1 and rows.shape[0] <= 32:
+        # Adapters of an expert ascend along its rows: only a few neighbours have rows of a low block. Tall ones spill.
+        begin = low_row * 0
         end_of_adapters = begin
         for chunk in range(0, tail.SLOTS, 16):
             which = chunk + tl.arange(0, 16)
@@ -51,12 +56,20 @@ def add_tail(
             part = tl.zeros(total.shape, dtype=tl.float32)
         for step in range(steps):
             r = step * tail.BLOCK_R + tl.arange(0, tail.BLOCK_R)
-            left = tl.load(tail.low + rows[:, None] * tail.RANK + r[None, :], mask=mine[:, None], other=0.0)
-            pointers = matrix + r[:, None] * tail.R_STRIDE + columns[None, :] * tail.N_STRIDE
-            right = tl.load(pointers, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(left.dtype)
-            part = tl.dot(left, right, part, input_precision=INPUT_PRECISION)
+            if TURNED:
+                low = tl.load(tail.low + rows[None, :] * tail.RANK + r[:, None], mask=mine[None, :], other=0.0)
+                pointers = matrix + r[None, :] * tail.R_STRIDE + columns[:, None] * tail.N_STRIDE
+                factor = tl.load(pointers, mask=(r < rank)[None, :] & inside[:, None], other=0.0).to(low.dtype)
+                part = tl.dot(factor, low, part, input_precision=INPUT_PRECISION)
+                if DRAINED:
+                    part = drained(part)
+            else:
+                low = tl.load(tail.low + rows[:, None] * tail.RANK + r[None, :], mask=mine[:, None], other=0.0)
+                pointers = matrix + r[:, None] * tail.R_STRIDE + columns[None, :] * tail.N_STRIDE
+                factor = tl.load(pointers, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(low.dtype)
+                part = tl.dot(low, factor, part, input_precision=INPUT_PRECISION)
         if tail.THRESHOLD > 0:
             index = slots // TOP_K if tail.MASKED == "token" else slots
             part = total + tl.where(kept(tail.seed, index, columns, tail.THRESHOLD, tail.SALT), part, 0.0)
-        total = tl.where(mine[:, None], part, total)
+        total = tl.where(mine[None, :] if TURNED else mine[:, None], part, total)
     return total

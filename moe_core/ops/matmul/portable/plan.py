@@ -153,5 +153,5 @@ def _arguments(builder: PlanBuilder, problem: MatmulProblem, config: TileConfig)
         **passed(K_STRIDE=weight.stride[k_axis], N_STRIDE=weight.stride[n_axis]),
         **(common.bias_strides(operands) | common.fused_constants(problem) | joined),
         **(passed(INPUT_PRECISION="tf32" if tf32 else "ieee") | common.block_constants(config) | passed(PDL=None)),
-        **tail_arguments(builder, problem.tail),
+        **tail_arguments(builder, problem.tail, config, problem.gated),
     }

@@ -300,7 +300,7 @@ def matmul_quantized(
     if SCALING == "at_end":
         factor = factor_of(scale, scale_1, x_scale, side, x_scales is not None, UNIFORM, TOKENS_FIRST)
         total = total.to(tl.float32) * factor
-    if TOKENS_FIRST and tail_low is None:
+    if TOKENS_FIRST:
         total = tl.trans(total)
     if tail_low is not None:
         if JOIN == "tail":
@@ -311,11 +311,14 @@ def matmul_quantized(
             TAIL_BLOCK_R,
         )  # fmt: skip
         tail_columns = n + side * N if GATE_LAYOUT == "separate" else n
-        by_token = total if TOKENS_FIRST else tl.trans(total)
-        by_token = add_tail(
-            by_token, rows, slots, exists, expert, tail_columns, column_exists, tail, TOP_K, INPUT_PRECISION
-        )
-        total = tl.trans(by_token)
+        # Tall tiles would spill.
+        TURNED: tl.constexpr = BLOCK_M <= 32
+        sums_so_far = total if TURNED else tl.trans(total)
+        sums_so_far = add_tail(
+            sums_so_far, rows, slots, exists, expert, tail_columns, column_exists, tail, TOP_K, INPUT_PRECISION, TURNED,
+            DRAINED,
+        )  # fmt: skip
+        total = sums_so_far if TURNED else tl.trans(sums_so_far)
 
     total = add_bias(
         total, bias, up_bias, layer_number, expert, n, side, column_exists, WEIGHT_N, BIAS_LAYER_STRIDE,

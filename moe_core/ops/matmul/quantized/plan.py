@@ -240,5 +240,7 @@ def _arguments(
         **passed(ORDER=order, INPUT_PRECISION="tf32" if spec.allow_tf32 and method.dot == "float32" else "ieee"),
         **passed(FAST_ACCUMULATE=spec.fast_accumulate, TOKENS_FIRST=tokens_first, DRAINED=drained),
         **passed(MAXIMA=MAXIMA if problem.finds_maxima else 0),
-        **(common.block_constants(config) | passed(PDL=None) | tail_arguments(builder, problem.tail)),
+        **(common.block_constants(config) | passed(PDL=None)),
+        # Of 64 ranks a step takes longer than two of 32 (docs/notebook/forward-matmul.md).
+        **tail_arguments(builder, problem.tail, config, problem.gated, most=32),
     }
