@@ -1,7 +1,4 @@
-"""What a training shows of its MoE layers, from counts, and writers for it, for any framework.
-
-`moe_torch.monitor` and `moe_jax.monitor` count on the device and read every few steps. Letters: E experts, K top-k.
-"""
+"""What a training shows of its MoE layers, from counts, and writers for it. Letters: E experts, K top-k."""
 
 from __future__ import annotations
 
@@ -33,12 +30,10 @@ def load_imbalance(counts: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """What one layer did in the steps since the last reading.
-
-    name: path in the model. top_k: K. counts: `[E]`, slots routed to each expert, before any limit, `[0]`: unknown.
-    kept: slots that a capacity limit left, None: it has none. overflow: rows of an exchange that found no memory, None:
-    no exchange. losses: name -> mean over the forwards of the last step. norms: group of parameters -> its gradient's
-    norm in the last step. expert_norms: `[E]`, of each expert.
+    """What one layer did since the last reading. name: path in the model. top_k: K. counts: `[E]`, slots routed to each
+    expert, before any limit, `[0]`: unknown. kept: slots that a capacity limit left, None: it has none. overflow: rows
+    of an exchange that found no memory, None: no exchange. losses: name -> mean over the forwards of the last step.
+    norms: group of parameters -> its gradient's norm in the last step. expert_norms: `[E]`, of each expert.
     """
 
     name: str
@@ -81,7 +76,6 @@ def model_values(
     imbalance, and the norm of all layers' gradients of a group. Tokens per second are those of the first layer that saw
     any, masked ones left out.
 
-    Args:
         layers: of the model, in order.
         seconds: of the window.
         prefix: of each tag.

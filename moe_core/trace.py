@@ -1,7 +1,6 @@
 """Routing traces: the experts that every token visited, layer by layer, for any framework.
 
-`moe_torch.trace` and `moe_jax.trace` record and replay them, also each other's, to compare implementations of a model
-without differences of routing. Letters: L layers, T tokens, K top-k, E experts.
+`moe_torch.trace` and `moe_jax.trace` record and replay them, also each other's. L layers, T tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -153,10 +152,7 @@ class RoutingTrace:
         return tuple(_layer(stack, group[0].num_experts) for stack, group in zip(stacks, groups, strict=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: `layers.0.ids`, `layers.0.weights` if any, ... and E of each layer in its metadata.
-
-        Raises Unsupported if safetensors is not installed.
-        """
+        """Write a safetensors file: `layers.0.ids`, `layers.0.weights` ... Raises Unsupported without safetensors."""
         save_file = file_writer("a routing trace")
         layers = enumerate(self.layers)
         arrays = {f"layers.{i}.{name}": one for i, layer in layers for name, one in layer.named()}
@@ -167,10 +163,7 @@ class RoutingTrace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingTrace:
-        """Read a file of `save`.
-
-        Raises InvalidInput for a missing, damaged or other file, Unsupported if safetensors is not installed.
-        """
+        """Read a file of `save`. Raises InvalidInput for a damaged or other file, Unsupported without safetensors."""
         with open_file(path_of(path)) as file:
             metadata = file.metadata()
             if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
@@ -233,10 +226,7 @@ class Playback:
         return layer
 
     def choice(self, num_tokens: int, top_k: int, num_experts: int) -> Any:
-        """ids `[T, K]` for the next layer's router, of a sparse_mixer one column after the other. None: no such layer.
-
-        Raises as `peek` for a trace of ids alone.
-        """
+        """ids `[T, K]` for the next layer's router (of a sparse_mixer column by column), or None. Raises as `peek`."""
         if top_k == 1 and self.fits(num_tokens, 2, num_experts):
             column, self._column = self._column, 1 - self._column
             return self._layers[self._next].ids[:, column : column + 1]

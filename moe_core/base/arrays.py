@@ -125,10 +125,7 @@ class _Borrowed:
 
 
 def host_array(pointer: int, spec: ArraySpec, *, owner: Any = None, writable: bool = True) -> np.ndarray:
-    """View host memory at address `pointer` as a NumPy array of `spec` (ml_dtypes for bfloat16 and fp8).
-
-    The array keeps `owner` alive.
-    """
+    """View host memory at `pointer` as a NumPy array of `spec`, which keeps `owner` alive."""
     dtype, layout = _interface(spec)
     if spec.size == 0:
         return np.empty(spec.shape, dtype)

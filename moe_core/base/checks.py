@@ -73,10 +73,7 @@ def set_matmul_dtype(options: object, name: str, optional: bool = False) -> None
 
 
 def is_derived(value: object, kinds: tuple[type, ...]) -> bool:
-    """Return True for an allowed subclass of one of `kinds`.
-
-    Specs, formats and bundles allow none, because only their fields here are read.
-    """
+    """True for an allowed subclass of one of `kinds`. Specs, formats and bundles allow none."""
     return isinstance(value, kinds) and not any(kind.__module__.startswith(_CLOSED) for kind in kinds)
 
 

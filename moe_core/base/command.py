@@ -31,10 +31,7 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def report_writer(path: str | None, made: str | None = None) -> Callable[[str], None]:
-    """A function that writes the text of `--json`: nowhere for None, to stdout for `-`. Raises InvalidInput now.
-
-    made: a directory that the command makes first.
-    """
+    """A function that writes the text of `--json`: nowhere for None, to stdout for `-`. made: a directory to make."""
     if path is None:
         return lambda text: None
     if path == "-":

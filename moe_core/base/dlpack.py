@@ -1,7 +1,4 @@
-"""Read DLPack capsules with ctypes: the address, layout, dtype and device of any library's array, without a copy.
-
-Layouts and codes are those in dlpack.h (versions 0.x, "dltensor", and 1.x, "dltensor_versioned").
-"""
+"""Read DLPack capsules with ctypes, without a copy. Layouts and codes: dlpack.h, versions 0.x and 1.x."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Canonical dtype names and each system's names for them.
-
-The core has dtypes as plain strings (`"bfloat16"`), which hash and print alike in every framework.
-"""
+"""Canonical dtype names, plain strings that hash and print alike in every framework, and each system's names."""
 
 from __future__ import annotations
 
@@ -58,6 +55,5 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def triton_name(dtype: str) -> str:
-    """Triton's name of a canonical dtype (`"bfloat16"` -> `"bf16"`). Booleans and fp8 are `"u8"`: older architectures
-    lack fp8."""
+    """Triton's name of a canonical dtype (`bfloat16` -> `bf16`). Booleans and fp8, which old GPUs lack, are `u8`."""
     return _NAMES[dtype][1]

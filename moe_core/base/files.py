@@ -52,8 +52,7 @@ def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[A
 
 
 def load_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The content of a JSON file. Raises InvalidInput if it is too large, too deep, not Unicode or has integers beyond
-    64 bits."""
+    """The content of a JSON file. Raises InvalidInput if it is too large, too deep, or has integers beyond 64 bits."""
     with open_regular(path, "JSON file") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -103,10 +102,7 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file.
-
-    Each read checks that the file is unchanged, so that a replaced file is never read with the wrong header.
-    """
+    """An open safetensors file. Each read checks that the file is unchanged."""
 
     def __init__(self, path: Path, handle: Any, raw: Any, entries: Mapping[str, Entry]) -> None:
         self.path, self.entries, self._handle, self._raw = path, entries, handle, raw
@@ -197,10 +193,7 @@ def _entries(header: str, data: int) -> dict[str, Entry]:
 
 
 def file_writer(what: str) -> Callable[..., None]:
-    """A function like safetensors' `save_file` for NumPy that writes a file whole or not at all.
-
-    what: names the file in the error about a missing package.
-    """
+    """Like safetensors' `save_file` for NumPy, but writes a file whole or not at all. what: named by errors."""
     try:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -219,8 +212,7 @@ def file_writer(what: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name to write a file under, renamed when all is on the disk. After an error the earlier file
-    stays. A device or pipe is written itself."""
+    """A temporary name to write a file under, renamed when all is on the disk. A device or pipe is written itself."""
     target = path_of(path)
     if target.exists() and not target.is_file() and not target.is_dir():
         yield target

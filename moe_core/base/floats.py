@@ -28,11 +28,7 @@ def set_default_environment() -> None:
 
 @contextlib.contextmanager
 def exact_denormals() -> Iterator[None]:
-    """Use the default floating-point environment inside the block.
-
-    XLA's CPU threads, and sometimes torch's, flush denormals to zero. NumPy would lose codes there: e2m1's 0.5 uses a
-    denormal.
-    """
+    """Do not flush denormals inside the block, as threads of XLA and torch may: e2m1's 0.5 uses one."""
     library, default = _library()
     saved = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
     library.fegetenv(saved)

@@ -1,8 +1,4 @@
-"""Modules that are imported by name and not loaded, so that planners can name kernels without Triton.
-
-After `keep_unloaded(__name__)` in a package, `from package import module` gives an `UnloadedModule`, until `import
-package.module` loads it.
-"""
+"""Modules that are imported by name and not loaded: `keep_unloaded(__name__)` in a package gives `UnloadedModule`s."""
 
 from __future__ import annotations
 

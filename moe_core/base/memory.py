@@ -16,11 +16,7 @@ _MADV_HUGEPAGE = 14
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to back fresh memory with huge pages; elsewhere nothing happens.
-
-    Gradients are new memory in every step, and clearing pages of four kilobytes can take as long as the product.
-    NUMPY_MADVISE_HUGEPAGE=0 turns it off.
-    """
+    """Ask Linux to back fresh memory with huge pages, unless NUMPY_MADVISE_HUGEPAGE=0."""
     if num_bytes >= LEAST_BYTES and (advise := _advise()) is not None:
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -28,11 +28,7 @@ def keep_plans(planner: Callable[..., V]) -> functools._lru_cache_wrapper[V]:
 
 
 class Recent(Generic[V]):
-    """Values by key. The `kept` last used are never forgotten, and it holds at most twice this number.
-
-    When the first of two dictionaries is full it replaces the second. So a hit in the first, `get`, changes nothing and
-    takes no lock. Values count as true.
-    """
+    """Values by key, true ones. The `kept` last used are never forgotten, and it holds at most twice this number."""
 
     __slots__ = ("__weakref__", "_earlier", "_kept", "_latest", "get")
 

@@ -1,7 +1,4 @@
-"""Targets of plans: a GPU, Triton's interpreter on a CPU, or the NumPy reference on a CPU.
-
-Planners read a target's facts (`is_sm90`, `has_pdl`, `on_gpu`) and never its kind.
-"""
+"""Targets of plans. Planners read a target's facts (`is_sm90`, `has_pdl`, `on_gpu`) and never its kind."""
 
 from __future__ import annotations
 

@@ -74,10 +74,7 @@ def use(threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit NumPy's BLAS to one thread inside the block, for the whole process. Blocks may overlap.
-
-    See `why_blas_is_free`.
-    """
+    """Limit NumPy's BLAS to one thread inside the block, for the whole process. Blocks may overlap."""
     global _runs, _before
     read, write = _blas()
     # Count the run first, so that an interrupt cannot lose it.
@@ -141,10 +138,7 @@ def products(rows: int, depth: int, columns: int) -> float:
 
 
 def elements(*shape: int) -> float:
-    """The cost of an activation or a sum over an array, for comparison with `products`.
-
-    A third of the nanoseconds in one thread, because threads wait for Python's lock between NumPy operations.
-    """
+    """The cost of an activation or a sum over an array, as of `products`: a third of its time, as threads wait."""
     return math.prod(shape) * 0.3
 
 
@@ -277,8 +271,7 @@ _Task = tuple[contextvars.Context, Callable[["_Helper", int], None], int]
 
 
 class _Helper(threading.Thread):
-    """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out. Its lock is three
-    times as fast as an executor's queue and futures."""
+    """A thread that sleeps until `wake`. Its box holds a task, which it or the sender takes out."""
 
     def __init__(self) -> None:
         super().__init__(name="moebius", daemon=True)
@@ -330,10 +323,7 @@ def threads_for(nanoseconds: float) -> int:
 
 
 def row_blocks(num_rows: int, width: int | None = None) -> list[slice]:
-    """Pieces of the rows of an array: for products, or, given their width, for arithmetic on elements.
-
-    One thread's pieces fit its cache. Several threads get one piece each, because they wait for Python's lock.
-    """
+    """Pieces of the rows of an array that fit one thread's cache, or one piece for each of several threads."""
     step = BLOCK_ROWS
     if width is not None:
         threads = threads_for(elements(num_rows, width))

@@ -1,14 +1,7 @@
 """Checkpoints: read and write Hugging Face files and LoRA adapters, convert MaxText parameter trees.
 
-Reading gives one MoE layer at a time, as NumPy arrays and the spec that computes with them:
-
-    checkpoint = open_checkpoint("Qwen3-30B-A3B")     # config.json and the tensor index; no weights yet
-    layer = checkpoint.layer(checkpoint.moe_layers[0])  # reads this layer's tensors, nothing else
-    moe_torch.ops.moe(x, layer.experts, layer.router, layer.spec, shared=layer.shared)  # after moving the arrays
-
-Families are listed in `moe_core.checkpoint.families`: bfloat16, float16 or float32, one file or shards, per-expert or
-fused storage. Quantised storage is gpt-oss's (mxfp4), DeepSeek's (fp8 in blocks) or compressed-tensors. Hugging Face
-files need the package safetensors (`pip install 'moebius[checkpoint]'`). Nothing here needs torch or jax.
+Reading gives one MoE layer at a time, as NumPy arrays and the spec that computes with them. Nothing here needs torch
+or jax. Hugging Face files need the package safetensors (`pip install 'moebius[checkpoint]'`).
 """
 
 from moe_core.checkpoint.adapters import Adapter as Adapter

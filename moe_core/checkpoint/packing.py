@@ -110,13 +110,11 @@ class Packing:
         return self.settings["quant_method"]
 
     def tensor_name(self, module: str, component: Component, fused: bool) -> str:
-        """The tensor of a module. fused: the module is a parameter of all experts without `.weight`:
-        `experts.gate_up_proj_scale_inv`."""
+        """The tensor of a module. fused: it has no `.weight`, as `experts.gate_up_proj_scale_inv`."""
         return module + (component.suffix.removeprefix(".weight") if fused else component.suffix)
 
     def tensors(self, module: str, tensor: QuantizedTensor, fused: bool) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) of the tensors of a matrix `[N, D]` or, fused, a stack `[E, N, D]`. Raises InvalidInput for
-        prepacked weights."""
+        """(name, array) of the tensors of a matrix `[N, D]`, or fused a stack `[E, N, D]`, that is not prepacked."""
         if tensor.spec.tiling is not None:
             raise InvalidInput(f"{module} must be in its published layout, got {tensor}; call restore_weights")
         for component in self.components:
@@ -206,10 +204,7 @@ def _e8m0_scales(format: Format, suffix: str) -> Component:
 
 
 def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> Packing:
-    """Storage for a converter. interleaved: gpt-oss. compressed: mxfp8 of compressed-tensors, not of the method fp8.
-
-    Raises Unsupported without a published layout.
-    """
+    """Storage for a converter. interleaved: gpt-oss. compressed: mxfp8 of compressed-tensors. Raises Unsupported."""
     element, arguments = format.element, _arguments(format)
 
     def scheme(activations: Format | None = None) -> Scheme:

@@ -1,8 +1,4 @@
-"""Rules of a quantization_config: the packings of each matrix.
-
-Every key is honoured, known to change no number, or refused by name. Tensors decide whether a matrix is quantised, and
-the rules say how.
-"""
+"""Rules of a quantization_config: the packings of each matrix."""
 
 from __future__ import annotations
 

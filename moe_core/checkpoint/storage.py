@@ -1,8 +1,4 @@
-"""Safetensors files: find the shard of a tensor, and read tensors into stacked arrays.
-
-Reading copies into our own memory: mapped pages are read-only and only 8-byte aligned, DLPack needs 16, and they would
-count as memory of the process.
-"""
+"""Safetensors files: find the shard of a tensor, and read tensors into stacked arrays of our own, aligned memory."""
 
 from __future__ import annotations
 
@@ -115,10 +111,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stack:
-    """An array put together from parts.
-
-    dtype: None: as stored (all parts alike, floating). accepts: header dtypes of parts.
-    """
+    """An array of parts. dtype None: as stored, all alike. accepts: header dtypes."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -187,10 +180,7 @@ def read_tensor(file: TensorFile, name: str) -> np.ndarray:
 
 
 def find_tensors(directory: Path, only: str | None = None) -> TensorIndex:
-    """Index model.safetensors, or the shards that model.safetensors.index.json lists (opened only when read).
-
-    only: see `gguf_files`.
-    """
+    """Index model.safetensors, or the shards of its index, opened only when read. only: see `gguf_files`."""
     single = inside(directory, "model.safetensors")
     if single.exists() and only is None:
         with open_file(single) as file:
@@ -298,10 +288,7 @@ class StackReader(contextlib.ExitStack):
         stored: Mapping[str, str],
         progress: Callable[[ReadProgress], object] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Read row-major, writable, owned arrays that JAX can share.
-
-        stored: the dtypes from `check`. progress is called after every piece.
-        """
+        """Read row-major, writable, owned arrays. stored: dtypes from `check`. progress is called after every piece."""
         total = sum(math.prod(stack.shape) * dtypes.itemsize(stored[name]) for name, stack in stacks.items())
         done = 0
         arrays: dict[str, np.ndarray] = {}

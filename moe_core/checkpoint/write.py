@@ -1,9 +1,5 @@
 """Write Hugging Face checkpoints from layers in any storage, by the readers' tables of names.
 
-    source = open_checkpoint("Qwen3-30B-A3B")
-    layers = ((n, LayerWeights.from_checkpoint(source.layer(n))) for n in source.moe_layers)
-    save_checkpoint("Qwen3-fused", source.path, layers, storage="fused", other_tensors=other_tensors(source))
-
 At most one shard and the next tensor are in memory beyond the caller's (safetensors before 0.8 copies a shard once
 more). Only tensors whose layout changes are copied.
 """
@@ -68,10 +64,7 @@ def layer_tensors(
 
 
 def other_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor outside a checkpoint's layers, read one at a time.
-
-    For quantised checkpoints everything below the blocks is left out.
-    """
+    """(name, array) of every tensor outside a checkpoint's layers (quantised: outside the blocks), one at a time."""
     parts = (stack.parts for layer in checkpoint.moe_layers for stack in checkpoint.stacks(layer).values())
     held = {part.tensor for some in parts for part in some}
     blocks = () if checkpoint.quantization is None else tuple(map(checkpoint.block, checkpoint.moe_layers))

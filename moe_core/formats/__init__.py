@@ -1,10 +1,4 @@
-"""Quantised formats: the single source of truth for the arrays of a quantised tensor.
-
-    weights = reference.quantize.quantize(w, format_named("mxfp4"))     # NumPy; w [E, N, D]
-    weights.values, weights.scales                                      # uint8 [E, N, D / 2], uint8 [E, N, D / 32]
-
-To add a format, write a file like `mx.py` and its tests. Other packages can register their own.
-"""
+"""Quantised formats: the arrays of a quantised tensor. A new one is a file like `mx.py`. Packages register theirs."""
 
 from moe_core.formats.format import ELEMENTS as ELEMENTS
 from moe_core.formats.format import SCALE_RULES as SCALE_RULES

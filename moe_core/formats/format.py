@@ -1,7 +1,4 @@
-"""Quantised formats: elements, groups that share a scale, and the choice of scales.
-
-A matrix is rows x columns: output channels (weights) or tokens (activations) x the summed axis.
-"""
+"""Quantised formats of matrices: rows are output channels or tokens, columns the axis that products sum over."""
 
 from __future__ import annotations
 
@@ -137,8 +134,7 @@ class Format:
         return 8 * dtypes.itemsize(self.own_element.dtype) // self.own_element.per_byte
 
     def splits_rows(self, rows: int) -> bool:
-        """False where a group, or a byte of packed zero points, would hold some of the first `rows` rows and some of
-        the rest."""
+        """False where a group, or a byte of packed zero points, would hold one of the first `rows` rows and another."""
         if self.group_rows is None or rows % self.group_rows:
             return False
         return not self.zero_points or rows % self.own_element.per_byte == 0

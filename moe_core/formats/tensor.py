@@ -19,12 +19,9 @@ from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, Tiling, block_of, 
 class QuantizedSpec:
     """The format, layout and tiling of a quantised tensor, all static.
 
-    Args:
-        layout: the axis that a product sums over. `out_in`: the last (weights `[E, N, D]`, activations `[T, D]`).
-            `in_out`: the one before it (weights `[E, D, N]`). Packed bytes and groups run along that axis in both.
-        tiling: the order of prepacked weights, see `Tiling`; the logical tensor stays `out_in`. None: not prepacked.
-
-    Raises InvalidInput.
+    layout: the axis that a product sums over, with packed bytes and groups. `out_in`: the last (weights `[E, N, D]`,
+    activations `[T, D]`). `in_out`: the one before it (weights `[E, D, N]`). tiling: the order of prepacked weights
+    (logically `out_in`). None: not prepacked.
     """
 
     format: Format

@@ -93,10 +93,7 @@ class Tiling:
 
 
 class TiledBlock(NamedTuple):
-    """One block of a format's prepacked weights, 64 rows high.
-
-    columns: its columns. groups: scales of a row. repeat: blocks along the columns that share their scales, None: all.
-    """
+    """A block of prepacked weights, 64 rows x columns. groups: scales of a row. repeat: blocks that share them."""
 
     columns: int
     groups: int

@@ -62,8 +62,7 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """weight: a projection. norm, bias: of its columns. spec: the OutputSpec or LatentSpec, None for the projection
-    after the experts."""
+    """weight: a projection. norm, bias: of its columns. spec: the OutputSpec or LatentSpec, None behind the experts."""
 
     weight: Any = None
     norm: Any = None

@@ -1,7 +1,4 @@
-"""Exact permutations between storages.
-
-`placements` maps views of the source to places of the target, so that a framework writes straight into its parameters.
-"""
+"""Exact permutations between storages: views of a source, and their places in the target's arrays."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ class Placement(NamedTuple):
 
 
 def gate_place(gate_layout: str, is_up: bool, width: int) -> slice:
-    """The position of gate or up columns on an axis of 2 * width columns (`halves` or `interleaved`).
-
-    Example, width 3: halves 0:3 and 3:6; interleaved 0::2 and 1::2.
-    """
+    """Gate or up on an axis of 2 * width columns: halves 0:width and width:, interleaved 0::2 and 1::2."""
     assert gate_layout in ("halves", "interleaved"), gate_layout
     if gate_layout == "interleaved":
         return slice(int(is_up), None, 2)
@@ -108,10 +102,7 @@ def convert_weights(weights: LayerWeights, storage: Storage) -> LayerWeights:
 
 
 def tiled_specs(spec: MoELayerSpec, storage: Storage) -> dict[str, QuantizedSpec]:
-    """The specs of `experts.gate_up` and `experts.down` in a prepacked layer. storage: of the layer.
-
-    Raises InvalidInput for experts that are not quantised `out_in`, or that cannot be tiled.
-    """
+    """Specs of `experts.gate_up` and `experts.down`, prepacked. Raises InvalidInput if they cannot be tiled."""
     scheme = spec.experts.scheme
     if scheme is None or storage.weight_layout != "out_in":
         raise InvalidInput(

@@ -1,7 +1,4 @@
-"""The spec of a MoE layer in any framework.
-
-Letters: E experts, K top-k, D d_model, F d_ff per expert (after gating), S d_ff of the shared experts together.
-"""
+"""The spec of a MoE layer: E experts, K top-k, D d_model, F d_ff after gating, S of all shared experts together."""
 
 from __future__ import annotations
 

@@ -24,10 +24,7 @@ from moe_core.specs.operands import ExpertWeights, LoRAFactors, MatmulOperands, 
 
 @dataclass
 class StagePlans:
-    """Collect the plans of a forward and its backward, in the forward's order.
-
-    Norms and biases are assumed to have the dtype of the rows.
-    """
+    """Collect the plans of a forward and its backward. Norms and biases have the dtype of the rows."""
 
     target: Target
     forward: list[LaunchPlan] = field(default_factory=list)

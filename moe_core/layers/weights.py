@@ -100,8 +100,7 @@ class LayerWeights:
 
     @property
     def dtype(self) -> str:
-        """Canonical dtype of the layer's x: the experts', or, if they are quantised, the shared expert's or else the
-        router's."""
+        """Canonical dtype of x: the experts', or, if they are quantised, the shared expert's or else the router's."""
         if not isinstance(self.experts.down, QuantizedTensor):
             return dtypes.canonical(self.experts.down.dtype)
         return dtypes.canonical((self.router.weight if self.shared is None else self.shared.down).dtype)
@@ -165,10 +164,7 @@ class LayerWeights:
 
     @classmethod
     def from_named(cls, arrays: Mapping[str, Any], spec: MoELayerSpec, default: Storage) -> LayerWeights:
-        """The inverse of `named`, for arrays stored as `spec.storage(default)`.
-
-        Raises InvalidInput for missing or unknown names.
-        """
+        """The inverse of `named`, for arrays stored as `spec.storage(default)`. Raises InvalidInput for other names."""
         wanted = [parameter.name for parameter in spec.parameters(default)]
         _require_names("arrays", list(arrays), wanted)
         scheme, layout = spec.experts.scheme, spec.storage(default).weight_layout

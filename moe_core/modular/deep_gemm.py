@@ -118,8 +118,7 @@ def has_scales(hidden_states: Any, a1q_scale: Any) -> bool:
 
 
 def check_products(a: Pair, b: Pair, *, masked: bool = False) -> tuple[Any, ...]:
-    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput outside the contract, and Unsupported for
-    packed scales."""
+    """The shape of D: `[M, N]` (masked: `[G, M, N]`). Raises InvalidInput, and Unsupported for packed scales."""
     for name, pair in (("a", a), ("b", b)):
         if pair.values_dtype != _E4M3:
             raise InvalidInput(f"{name}[0] must be {_E4M3}, got {pair.values_dtype}; quantise it with quantize_rows")

@@ -25,8 +25,7 @@ class FusedMoEActivationFormat(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class ExpertTokensMetadata:
-    """expert_num_tokens: int32 `[E]` on the device, rows of each local expert. expert_num_tokens_cpu: the same on the
-    host, if a caller has it."""
+    """expert_num_tokens: int32 `[E]` on the device, rows of each local expert. expert_num_tokens_cpu: on the host."""
 
     expert_num_tokens: Any
     expert_num_tokens_cpu: Any = None
@@ -57,8 +56,7 @@ class FusedMoEParallelConfig:
 
 
 class ProblemSize(NamedTuple):
-    """E local experts, M tokens (batched: max_num_tokens), N columns of the first product (2F if gated), K columns of
-    the hidden states, topk."""
+    """E local experts, M tokens (or max_num_tokens), N columns of product 1 (2F if gated), K of hidden states, topk."""
 
     E: int
     M: int

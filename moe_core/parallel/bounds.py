@@ -10,8 +10,7 @@ from moe_core.specs import Activation
 
 
 class Bounds(NamedTuple):
-    """Rows of the block from each source and of the block that comes back (None: no blocks), and the most received
-    (None: any)."""
+    """Rows of the blocks from each source and back (None: no blocks), and the most received (None: any)."""
 
     block: int | None
     back: int | None
@@ -49,8 +48,7 @@ def sets_of_buffers(spec: ExchangeSpec) -> int:
 
 
 def second_multiprocessors(most: int, activation: Activation) -> int:
-    """Multiprocessors of product 2 beside product 1, for equal times: it has one of three matrices, or of two
-    ungated."""
+    """Multiprocessors of product 2 beside product 1, for equal times: it has a third of the matrices, or half."""
     return max(1, most // (1 + activation.input_width(1)))
 
 

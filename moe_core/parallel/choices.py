@@ -20,23 +20,16 @@ _LEAST_GAIN = 0.05
 def choose_chunks(
     layer: MoELayerSpec, tokens: int, ranks: int, machine: Machine | str | Path | None, *, format: Format | None = None
 ) -> tuple[int, str]:
-    """Choose the chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`.
+    """Choose the chunks of forwards without gradients with `ExchangeSpec("peer", format=format)`, and say why.
 
     Chunks pay if rows travel for about as long as products compute. A layer that mostly gets far fewer tokens should
     have one chunk.
 
     Args:
-        layer: sizes of the layer.
         tokens: of each rank, as `max_tokens`.
         ranks: that share the experts.
-        machine: as for `predict`.
+        machine: as for `predict`, whose errors are raised.
         format: of rows of tokens as they travel. None: not quantised.
-
-    Returns:
-        a number of chunks, and the reason.
-
-    Raises:
-        InvalidInput: as `predict`.
     """
     estimates = {
         chunks: predict(layer, tokens, ranks, machine, ExchangeSpec("peer", format=format, chunks=chunks))
@@ -53,23 +46,16 @@ def choose_chunks(
 def choose_ranks(
     layer: MoELayerSpec, tokens: int, ranks: int, machine: Machine | str | Path | None, spec: ExchangeSpec | None = None
 ) -> tuple[int, str]:
-    """Choose how many of these ranks share the experts, if any number of them could hold all.
+    """Choose how many of these ranks share the experts, if any number of them could hold all, and say why.
 
     It is the fewest with a forward hardly slower than the fastest. `choose_parallelism` of `moe_core.tools.choose` also
     counts memory.
 
     Args:
-        layer: sizes of the layer.
         tokens: of all ranks together.
         ranks: that there are. Only its divisors up to the number of experts are considered.
-        machine: as for `predict`.
+        machine: as for `predict`, whose errors are raised.
         spec: of the exchange. None: mode `peer`.
-
-    Returns:
-        a number of ranks, and the reason.
-
-    Raises:
-        InvalidInput: as `predict`, and for negative tokens.
     """
     tokens, ranks = as_integer("tokens", tokens, 0, INT32_LIMIT), as_integer("ranks", ranks, 1, INT32_LIMIT)
     spec = ExchangeSpec("peer") if spec is None else spec

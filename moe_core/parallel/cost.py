@@ -95,21 +95,16 @@ def predict(
     """Predict a forward of `tokens` tokens on each rank, routed uniformly to experts in order, without replicas.
 
     Args:
-        layer: sizes of the layer.
-        tokens: of each rank.
         ranks: W, at most E. More need replicas: `simulate` takes them in a placement.
         machine: a Machine, the path of a record of `moebius-tune --links`, or None for the record that MOEBIUS_MACHINE
             names.
-        spec: how rows travel.
         imbalance: rows of the busiest rank over the mean; the others share the rest. At least what E experts on W
             ranks make of it.
         tensor: ranks of one NVLink domain that split each expert, each with its own tokens; there are tensor * `ranks`
             ranks.
         training: a forward and its backward.
 
-    Raises:
-        InvalidInput: wrong arguments.
-        Unsupported: training in chunks or with a format.
+    Raises InvalidInput, and Unsupported for training in chunks or with a format.
     """
     ranks = as_integer("ranks", ranks, 1, INT32_LIMIT)
     share = finite_float("imbalance", imbalance)
@@ -143,11 +138,8 @@ def simulate(
 ) -> Prediction:
     """Predict with counts from a routing trace, averaged over its layers, or from a law, on a placement.
 
-    Args:
-        routing: routes the tokens of every rank.
-        placement: of the layer's experts. Replicas are named in the result, and `training` refuses them.
-
-    Other arguments and errors are those of `predict`.
+    routing: routes the tokens of every rank. placement: of the layer's experts; replicas are named in the result, and
+    `training` refuses them. Other arguments and errors are those of `predict`.
     """
     require_kind("layer", layer, MoELayerSpec)
     require_kind("placement", placement, Placement)
@@ -292,8 +284,7 @@ def _price(
 
 
 def _counts_us(spec: ExchangeSpec, ranks: int, per_rank: int, machine: Machine, near: Link) -> float:
-    """Each rank sends a header and counts to each of its level: all ranks, or hosts and then their ranks. With a bound
-    each answers which rows fit."""
+    """Each rank sends a header and counts to each of its level. With a bound each answers which rows fit."""
     header = 4 * len(Header._fields)
     if spec.other:
         return _push_us(np.ones(ranks), header, machine, near)

@@ -189,11 +189,7 @@ def token_ids(places: np.ndarray, tokens: np.ndarray, owner: int, per_rank: int)
 
 
 def returned_rows(sent: RaggedLayout, groups: np.ndarray, num_ranks: int, block: int | None = None) -> Destinations:
-    """Return the row at home of each sent row's result, int32 `[T, K]`, -1: none.
-
-    Results return in the order of rows. sent: the layout of groups int32 `[T, K]`. block: rows of each owner's block.
-    None: without gaps.
-    """
+    """Return the row at home of each sent row's result, int32 `[T, K]`, -1: none. block: rows of an owner's."""
     start = sent.group_start[:-1].astype(np.int64)
     if block is None:
         return destinations(sent, groups, start)

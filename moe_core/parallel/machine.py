@@ -25,8 +25,7 @@ _MOST_BYTES = 2**63
 
 @dataclass(frozen=True)
 class Link:
-    """A way between ranks: microseconds until a message's first byte arrives, GB/s per direction, and microseconds that
-    each further peer adds."""
+    """A way between ranks: us until a message's first byte arrives, GB/s per direction, us that a further peer adds."""
 
     latency_us: float
     bandwidth: float
@@ -47,10 +46,8 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkTiming:
-    """One measured message.
-
-    kind: of KINDS. backend: such as `nccl`, `gloo` or `xla`. where: of WHERE. ranks: that took part. bytes: the most
-    that a rank exchanges with others. us: median over repeats of the slowest rank. Raises InvalidInput.
+    """One measured message: of KINDS, by a backend, at WHERE, between ranks. bytes: the most that a rank exchanges with
+    others. us: median over repeats of the slowest rank.
     """
 
     kind: str
@@ -240,8 +237,7 @@ class MachineRecord:
 
 
 def machine_of(machine: Machine | str | Path | None) -> Machine:
-    """Return the machine, a path's record, or for None MOEBIUS_MACHINE's. Raises InvalidInput without any or for other
-    files."""
+    """The machine, a path's record, or for None MOEBIUS_MACHINE's. Raises InvalidInput for other files."""
     if machine is None:
         named = os.environ.get(VARIABLE)
         if not named:
@@ -288,21 +284,13 @@ def choose_mode(
     symmetric: bool = False,
     row_bytes: int = _ROW_BYTES,
 ) -> tuple[str, str]:
-    """Choose the mode of an exchange.
+    """Choose the mode of an exchange, and say why.
 
     Args:
-        tokens: of a rank.
-        placement: gives the number of ranks.
         machine: as for `predict`. If measured, tokens are few if their rows take at most a message's latency.
         capturable: the host reads nothing, as under a CUDA graph.
         symmetric: ranks of a domain can store to each other's memory; used unless other messages were faster.
         row_bytes: bytes of a token.
-
-    Returns:
-        the mode, and the reason.
-
-    Raises:
-        InvalidInput: wrong arguments.
     """
     require_kind("placement", placement, Placement)
     machine = machine_of(machine)

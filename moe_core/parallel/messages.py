@@ -15,10 +15,8 @@ from moe_core.parallel.tensor import TensorSplit
 @plan_type
 @dataclass(frozen=True)
 class Collective:
-    """One message of a rank. kind: `all_gather`, `all_to_all`, `all_reduce`, `barrier`, `push` (stores to peers), or
-    `dispatch` and `combine` of DeepEP.
-    rows, bytes: the most that the rank sends, its own part included. axis: `experts`, `tensor`, `between hosts` or
-    `inside a host`.
+    """One message of a rank: `dispatch` and `combine` are DeepEP's, `push` is stores to peers. rows, bytes: the most
+    it sends, its own part included. axis: `experts`, `tensor`, `between hosts` or `inside a host`.
     """
 
     kind: str

@@ -1,7 +1,4 @@
-"""The ranks of experts, and their replicas.
-
-Letters: E experts, W ranks, L places per rank. Physical id of a place: rank * L + local.
-"""
+"""The ranks of experts, and replicas: E experts, W ranks, L places of each. Id of a place: rank * L + local."""
 
 from __future__ import annotations
 
@@ -351,8 +348,7 @@ _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
     """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
 
-    An empty place holds NaN, or an expert's numbers if the dtype has no NaN. Raises InvalidInput for another number
-    than E.
+    An empty place holds NaN, or an expert's numbers if the dtype has no NaN.
     """
     axis = 0 if experts.layer_index is None else 1
     shards = []

@@ -1,7 +1,4 @@
-"""The twin: all ranks of an expert-parallel MoE in one process, in NumPy.
-
-Ranks compute with `moe_core.ops.moe.reference`. Receive buffers hold NaN before anything arrives.
-"""
+"""The twin: all ranks of an expert-parallel MoE in one process, in NumPy. Receive buffers begin as NaN."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class Owner(NamedTuple):
 
 
 class GroupForward(NamedTuple):
-    """Results of every rank, in order.
-
-    received_per_expert int32 `[L]`: rows of its experts. overflow int32 `[1]`: rows of all ranks that did not fit.
-    """
+    """Results of all ranks. received_per_expert int32 `[L]`, overflow int32 `[1]`: as in `ParallelOutput`."""
 
     outputs: tuple[MoEOutput, ...]
     received_per_expert: tuple[np.ndarray, ...]

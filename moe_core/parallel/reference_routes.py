@@ -46,10 +46,8 @@ class Arrivals(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Routes of a rank's rows.
-
-    places `[T, K]`. back `[T, K]`: where a slot's result arrives, of back_rows. begins `[W]`: where each owner's begin.
-    lost bool `[T, K]`: slots that did not fit. overflow: rows that did not fit.
+    """Routes of a rank's rows by places `[T, K]`. back `[T, K]`: where a slot's result arrives, of back_rows. begins
+    `[W]`: where each owner's begin. lost bool `[T, K]`: slots that did not fit. overflow: rows that did not fit.
     """
 
     places: np.ndarray

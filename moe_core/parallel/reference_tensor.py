@@ -1,7 +1,4 @@
-"""Ranks of both axes, experts and tensor, in one process, in NumPy; part of the twin.
-
-Each rank of the tensor axis exchanges the whole axis's tokens. Homes add parts in the order of ranks.
-"""
+"""The twin with both axes: each rank of the tensor axis exchanges its tokens, and homes add parts in rank order."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ Grid = Sequence[Sequence[MoEOperands]]
 
 
 class GridForward(NamedTuple):
-    """Results of every rank, `[W][size]`. groups: exchanges of each rank of a tensor axis, with outputs that are parts
-    fp32."""
+    """Results of every rank, `[W][size]`. groups: exchanges of each rank of a tensor axis, with fp32 parts."""
 
     outputs: tuple[tuple[MoEOutput, ...], ...]
     groups: tuple[reference.GroupForward, ...]
@@ -42,10 +38,7 @@ class GridForward(NamedTuple):
 def moe(
     ranks: Grid, spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None, *, tokens: str = "split"
 ) -> GridForward:
-    """Run one MoE forward of all ranks of both axes.
-
-    ranks: as for `reference.moe`, with slices of `split_experts`. tokens: see `TensorSplit`. Raises InvalidInput.
-    """
+    """Run one MoE forward of all ranks of both axes. ranks: as for `reference.moe`, with slices of `split_experts`."""
     split = TensorSplit(len(ranks[0]), 0, tokens)
     for number, row in enumerate(ranks):
         sizes = [len(rank.x) for rank in row]

@@ -11,8 +11,7 @@ HOLE = -1
 
 
 def share_out(loads: np.ndarray, groups: int) -> list[list[int]]:
-    """Split experts into groups of at most ceil(E / groups) and equal load: the heaviest into the first lightest with
-    room."""
+    """Groups of at most ceil(E / groups) experts and equal load: the heaviest into the lightest with room."""
     room = -(-len(loads) // groups)
     parts: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]

@@ -36,8 +36,7 @@ class ExchangeSpec:
             `ExpertParallel`, in torch. Needs `all_to_all` without a bound. Rows of `tokens` are added up on each rank,
             in bf16. With `slots` the bits are one device's.
 
-    Raises:
-        InvalidInput: options that contradict each other.
+    Raises InvalidInput for options that contradict each other.
     """
 
     mode: str = "all_to_all"

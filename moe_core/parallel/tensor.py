@@ -1,7 +1,4 @@
-"""The tensor axis of expert parallelism: each rank has a slice of every expert.
-
-A slice is consecutive columns of gate and up and the same rows of down, so results are sums over the axis.
-"""
+"""The tensor axis: each rank has a slice of every expert, columns of gate and up and rows of down; results are sums."""
 
 from __future__ import annotations
 
@@ -34,9 +31,6 @@ class TensorSplit:
         index: this rank.
         tokens: `split`: each rank has its own tokens, as with sequence parallelism. They are gathered before the
             experts, and results return to their rank. `replicated`: all have the same.
-
-    Raises:
-        InvalidInput: wrong numbers.
     """
 
     size: int = 1
@@ -97,10 +91,7 @@ def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None
 
 
 def require_splittable(d_ff: int, matrices: dict[str, Any], split: TensorSplit) -> None:
-    """Raise InvalidInput unless the axis divides F, and Unsupported if a slice would cut a group of a format.
-
-    matrices: QuantizedSpec of each quantised matrix, by field of ExpertWeights.
-    """
+    """Raise unless the axis divides F, and slices cut no group of a format. matrices: specs by experts' fields."""
     if split.size == 1:
         return
     if d_ff % split.size:

@@ -19,8 +19,7 @@ DRAWN = 8192
 
 @dataclass(frozen=True)
 class Zipf:
-    """A law of routing: expert r has probability proportional to r^-exponent, distinct in a token. The seed draws their
-    order."""
+    """A law of routing: expert r has probability proportional to r^-exponent, in an order that the seed draws."""
 
     exponent: float
     seed: int = 0
@@ -52,8 +51,7 @@ class Zipf:
 
 
 class Traffic(NamedTuple):
-    """Shares, fp64: `[W]` of tokens that visit a rank, and of slots that it computes (sum 1); of tokens that visit a
-    domain."""
+    """Shares, fp64: `[W]` of tokens that visit a rank, of slots that it computes, of tokens that visit a domain."""
 
     tokens: np.ndarray
     slots: np.ndarray

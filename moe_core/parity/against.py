@@ -1,7 +1,4 @@
-"""Compare another expert-parallel stack with one device: `moe-parity --ranks W --against MODULE`.
-
-The stack runs under torchrun with hard routings. The judge is the NumPy reference with all tokens and experts.
-"""
+"""Compare another expert-parallel stack with the NumPy reference: `moe-parity --ranks W --against MODULE`."""
 
 from __future__ import annotations
 

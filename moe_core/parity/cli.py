@@ -1,8 +1,4 @@
-"""The command `moe-parity`.
-
-Exit status: 0 every engine agrees with the reference on every stage, 1 something differs, 2 the comparison could not
-run, or an engine was not truly tested.
-"""
+"""The command `moe-parity`. Exit status: 0 all agree, 1 something differs, 2 not run, or an engine not truly tested."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Compare named stage arrays: the library form of the parity tool.
-
-    from moe_core.parity import assert_parity, compare
-
-    report = compare({"logits": ..., "ids": ..., "output": ...}, {"logits": ..., "ids": ..., "output": ...})
-    print(report); report.first_divergent
-
-List the reference's stages in the order of the computation: the first divergent one is the place to look.
-"""
+"""Compare named stage arrays: the library form of the parity tool."""
 
 from __future__ import annotations
 
@@ -95,8 +87,7 @@ def compare(
     token). The same array on both sides, and a stage without a remaining token, are `not tested` and fail.
 
     Args:
-        reference: arrays by stage name: NumPy, torch (any device) or JAX.
-        candidate: likewise, with the same names.
+        reference, candidate: arrays by stage name: NumPy, torch (any device) or JAX.
         tolerances: by stage. None: the table's, for the coarsest dtype of the stage in a layer of nominal size.
             Integers and booleans must be equal, unknown names count as `output`.
 

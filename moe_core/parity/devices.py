@@ -14,10 +14,7 @@ _VARIABLE = "TRITON_INTERPRET"
 
 
 def prefer_interpreter() -> None:
-    """Without a GPU, make Triton's interpreter the CPU engine of this process, unless the user chose one.
-
-    Call it before kernels are imported, because Triton reads the variable when a kernel is defined.
-    """
+    """Without a GPU, use Triton's interpreter, unless the user chose. Call it before kernels are imported."""
     if not cuda_available() and has_triton():
         os.environ.setdefault(_VARIABLE, "1")
 

@@ -1,7 +1,4 @@
-"""Router flips: tokens with other experts than the reference's.
-
-A flip is a tie within tolerance if the scores of the swapped experts are closer than two logits may move.
-"""
+"""Router flips: tokens with other experts than the reference's. Ties score closer than two logits may move."""
 
 from __future__ import annotations
 
@@ -131,11 +128,7 @@ def find_flips(
 def blame_routing(
     flips: tuple[Flip, ...], rule_ids: np.ndarray, candidate_ids: np.ndarray, own: RouterScores
 ) -> tuple[Flip, ...]:
-    """Set `own_choice` where the candidate's routing is at fault, not its logits.
-
-    rule_ids: the reference routing on the candidate's own logits. own: their scores. Without a correction bias rounding
-    plays no role.
-    """
+    """Set `own_choice` where not the candidate's logits are at fault: rule_ids and scores `own` are of these."""
     by_token = {flip.token: flip for flip in flips}
     for flip in find_flips(rule_ids, candidate_ids, own, np.zeros(len(rule_ids))):
         if not own.has_bias or not flip.is_tie:

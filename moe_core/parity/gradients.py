@@ -1,7 +1,5 @@
-"""The comparison of a case's gradients.
-
-An engine takes part with a method `gradients(case, progress) -> GradientRun`. The reference's backward follows the
-engine's own routing, so that a router flip appears only in the forward's report.
+"""The comparison of a case's gradients, for engines with `gradients(case, progress) -> GradientRun`. The reference's
+backward follows the engine's own routing, so that a router flip appears only in the forward's report.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _SEED = 0x60AD
 
 @dataclass(frozen=True)
 class GradientRun:
-    """forward: NumPy `ids`, `weights` and `logits`. gradients: by name, `d_x` and so on. The rest: as in
-    `EngineRun`."""
+    """forward: NumPy `ids`, `weights`, `logits`. gradients: by name, `d_x` and so on. The rest: as in `EngineRun`."""
 
     engine: str
     device: str
@@ -57,10 +54,7 @@ def differentiated(case: Case) -> dict[str, np.ndarray]:
 
 
 def upstream(case: Case) -> dict[str, np.ndarray]:
-    """Drawn gradients of the forward's results, equal for every engine.
-
-    `output` is `[T, D]` in its dtype. `logits` fp32 `[T, E]` is zero for masked tokens.
-    """
+    """Drawn gradients of the forward's results: `output` `[T, D]`, `logits` fp32 `[T, E]`, zero for masked tokens."""
     random = np.random.default_rng(_SEED)
     output = random.standard_normal(case.x.shape, dtype=np.float32)
     logits = random.standard_normal((case.x.shape[0], case.num_experts), dtype=np.float32)

@@ -1,8 +1,4 @@
-"""Compare expert-parallel runs with one device, stage by stage and bit by bit: `moe-parity --ranks`.
-
-Every front-end runs in its own processes on this CPU: ranks of gloo in torch, host devices in JAX. Both sides come from
-the same front-end and engine, so that only the exchange can make them differ.
-"""
+"""Compare ranks of gloo in torch, and host devices in JAX, with one device, bit by bit: `moe-parity --ranks`."""
 
 from __future__ import annotations
 

@@ -59,10 +59,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of one candidate with the reference.
-
-    skipped: the reason the case was not run, or "". against: the other side.
-    """
+    """A candidate compared with the reference. skipped: why the case was not run, or "". against: the other side."""
 
     engine: str
     device: str

@@ -70,8 +70,7 @@ _SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Tolerance:
-    """relative_frobenius: bound of |a - e| / |e| over the array. worst: bound of every element's error over its scale
-    (see `measure`)."""
+    """relative_frobenius: bound of |a - e| / |e|. worst: bound of every element's error over its scale."""
 
     relative_frobenius: float
     worst: float
@@ -164,10 +163,7 @@ def matmul_tolerance(
 def quantized_matmul_tolerance(
     dtype: str, reduction_length: int, weights: Format, spec: MatmulSpec, *, rows: Format | None = None
 ) -> Tolerance:
-    """Like `matmul_tolerance` with quantised weights and maybe rows, cast to spec.out_dtype.
-
-    dtype: of plain rows, and of the result if spec.out_dtype is None.
-    """
+    """Like `matmul_tolerance` with quantised weights and maybe rows. dtype: of plain rows, and of such results."""
     out_dtype = spec.out_dtype or dtype
     _check(dtype, out_dtype)
     require_at_least("reduction_length", reduction_length, 0)
@@ -204,10 +200,7 @@ def stage_tolerances(
     routed_from: str = "x",
     weights_format: Format | None = None,
 ) -> dict[str, Tolerance]:
-    """The tolerance of every stage of `moe_core.ops.moe.reference.forward.moe_stages`, after equal ids.
-
-    dtype: of x. routed_from: `x`, `logits` or `ids`, the first that both sides were given.
-    """
+    """Tolerances of `moe_stages` after equal ids. routed_from: what both sides got, `x`, `logits` or `ids`."""
     _check(dtype, spec.out_dtype or dtype)
     require_choice("routed_from", routed_from, ("x", "logits", "ids"))
     logits = router_tolerance(d_model, spec.logits_dtype) if routed_from == "x" else EXACT

@@ -16,8 +16,7 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
 
     sizes: (name, bytes). steps: the buffers that each step names, in order. A buffer is needed from the first to the
     last of its steps and takes the lowest free offset. Of two orders, largest first and earliest first, the smaller
-    arena wins. Sharing is safe because a step writes nothing before all earlier steps have ended
-    (`moe_core.ops.moe.pdl`).
+    arena wins.
 
     Example: sizes (("a", 512), ("b", 256), ("c", 256)) and steps (("a", "b"), ("b", "c")) give (0, 512, 0).
     """
@@ -36,7 +35,6 @@ def lend_memory(
     """Return (output, byte offset) of each buffer that fits into an output. The other buffers need the arena.
 
     sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them.
-    The largest buffer is placed first.
     """
     lifetimes = _lifetimes(steps)
     taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}

@@ -1,7 +1,4 @@
-"""Checks of plans that were read from a file.
-
-A plan that passes can run. It need not be trustworthy: a kernel's numbers are not checked.
-"""
+"""Checks of plans that were read from a file. They can then run, but a kernel's numbers are not checked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Float64 on the reference engine, for numerical checks of gradients.
-
-A float64 plan is the float32 plan with each float32 buffer widened. Inside plans and twins the name `float32` then
-stands for float64.
-"""
+"""Float64 on the reference engine, for checks of gradients: in its plans and twins `float32` stands for float64."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ def refuse_float64(wide: bool) -> None:
 
 
 def any_precision(planner: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a planner of plans take float64 arrays on the reference engine. Raises Unsupported elsewhere, InvalidInput
-    for out_dtype float32 with them."""
+    """Let a planner take float64 arrays on the reference engine. Raises Unsupported elsewhere."""
 
     @functools.wraps(planner)
     def plan(*arguments: Any, **keywords: Any) -> Result:

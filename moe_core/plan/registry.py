@@ -22,10 +22,7 @@ _registry_lock = process_lock()
 
 
 def register(plan: LaunchPlan) -> str:
-    """Register a plan and return its key. Another plan under the same key raises RuntimeError.
-
-    Keeps the last `PLANS_KEPT` plans in use, and compressed texts of the last `TEXTS_KEPT`.
-    """
+    """Register a plan and return its key; the last `PLANS_KEPT` are kept. Another plan of a key raises RuntimeError."""
     key = plan.key
     if _plans.get(key) is plan:
         return key

@@ -31,10 +31,7 @@ FORMAT_VERSION = 5
 @plan_type
 @dataclass(frozen=True)
 class Buffer:
-    """A named array of a plan.
-
-    role: None if it cannot be bound. Roles serve composing only: a plan's text, key and file lack them.
-    """
+    """A named array of a plan. role: for composing only; None if it cannot be bound."""
 
     name: str
     spec: ArraySpec
@@ -173,10 +170,7 @@ def declared_kernels() -> Mapping[str, Kernel]:
 @plan_type
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One Triton launch, arguments in the kernel's order.
-
-    dependent: it may begin before the previous launch has ended, and its kernel waits.
-    """
+    """One Triton launch, arguments in the kernel's order. dependent: under PDL, so its kernel waits."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -287,10 +281,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def scratch_places(self) -> tuple[tuple[int, int], ...]:
-        """(home, byte offset) of each scratch buffer.
-
-        home: the index among inputs and outputs, or their number for the arena.
-        """
+        """(home, byte offset) of each scratch buffer. home: an index of inputs and outputs, their number: the arena."""
         index = {buffer.name: number for number, buffer in enumerate((*self.inputs, *self.outputs))}
         over = dict(self.over)
         sizes = [(buffer.name, buffer.spec.nbytes) for buffer in self.scratch if buffer.name not in over]

@@ -1,7 +1,4 @@
-"""NVIDIA GPUs through the CUDA driver API and ctypes: contexts, modules, TMA descriptors, launches.
-
-Needs no framework and no C compiler. Both frameworks use each device's primary context too, so handles are shared.
-"""
+"""NVIDIA GPUs through the CUDA driver API and ctypes, in each device's primary context, as frameworks use it."""
 
 from __future__ import annotations
 
@@ -125,10 +122,7 @@ class Driver:
         self.check(self.lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
     def within(self, device_index: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function with a device's primary context current, then restore the thread's context.
-
-        No context manager: Ctrl-C between a `with` statement and its manager would leave ours current.
-        """
+        """Call a function with a device's primary context current, then restore the thread's, also after Ctrl-C."""
         context, before = self.context(device_index), self.current_context()
         if before.value == context.value:
             return function(*arguments)
@@ -145,11 +139,7 @@ class Driver:
     def encode_tensor_map(
         self, into: int, address: int, dtype: str, shape: tuple[int, int], pitch: int, panel: tuple[int, int]
     ) -> None:
-        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to `into`.
-
-        shape: (rows, columns). pitch: elements between rows. panel: (rows, columns) of one copy, 128 bytes wide.
-        Elements outside the matrix read as zeros and are not written.
-        """
+        """Write the `CUtensorMap` of a matrix of 8- or 16-bit elements to `into`. See `TensorMap`."""
         sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
         pitches = (ctypes.c_uint64 * 1)(dtypes.itemsize(dtype) * pitch)
         box, steps = (ctypes.c_uint32 * 2)(panel[1], panel[0]), (ctypes.c_uint32 * 2)(1, 1)

@@ -1,7 +1,4 @@
-"""Compiles every kernel of plans before the first call, and reports the cost.
-
-The number of tokens only selects among a handful of tiles, so a few counts are enough.
-"""
+"""Compiles every kernel of plans before the first call, and reports the cost."""
 
 from __future__ import annotations
 
@@ -23,14 +20,7 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel.
-
-    Args:
-        kernel: its name.
-        tile: its sides, warps and stages.
-        seconds: in the compiler, including the wait for a processor.
-        cached: True if it existed in this process or in Triton's cache on disk.
-    """
+    """One kernel: name, tile, seconds in the compiler and waiting for a processor, and True if it was cached."""
 
     kernel: str
     tile: str
@@ -40,13 +30,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """The result of a warm-up.
-
-    Args:
-        kernels: each once, in the plans' order. Empty off the GPU.
-        seconds: total, including loading on devices.
-        plans: number of plans made ready.
-    """
+    """A warm-up: kernels in the plans' order (none off the GPU), seconds with loading, and the number of plans."""
 
     kernels: tuple[KernelReport, ...]
     seconds: float
@@ -88,15 +72,7 @@ def distinct_kernels(plans: Iterable[LaunchPlan]) -> list[tuple[LaunchPlan, Kern
 def compile_kernels(
     kernels: Sequence[tuple[LaunchPlan, KernelLaunch]], workers: int = _WORKERS
 ) -> tuple[KernelReport, ...]:
-    """Compile launches of cuda plans and return a report for each, in order.
-
-    Args:
-        kernels: launches, each with its plan, of `distinct_kernels`.
-        workers: number of compilations at the same time.
-
-    Raises:
-        InvalidInput: workers below 1. A kernel that is refused raises its compiler's error.
-    """
+    """Compile launches of cuda plans, `workers` at a time, and return a report for each, in order."""
     require_at_least("workers", workers, 1)
     if not kernels:
         return ()
@@ -115,10 +91,8 @@ def warmup(
     Args:
         plans: of one target. Plans for a CPU are made ready without compiling.
         device_indices: CUDA devices. Empty: compile only, which needs no GPU.
-        workers: number of compilations at the same time.
 
-    Raises:
-        InvalidInput: plans of several targets, and the errors of `runtime.prepare`.
+        Raises InvalidInput for plans of several targets, and the errors of `runtime.prepare`.
     """
     start = time.perf_counter()
     plans = tuple(dict.fromkeys(plans))
@@ -135,8 +109,7 @@ def warmup(
 
 
 def token_counts(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of tokens to warm up for, each once. Raises InvalidInput unless `tokens` is a sequence of integers, not
-    empty."""
+    """Numbers of tokens to warm up for, each once. Raises InvalidInput unless `tokens` are some integers."""
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence) or not tokens:
         raise InvalidInput(f"tokens must be a sequence of numbers of tokens, got {tokens!r}; pass [1, 64, 4096]")
     for count in tokens:

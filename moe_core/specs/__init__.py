@@ -1,7 +1,4 @@
-"""Options, operand bundles and tile configurations: frozen, hashable, checked when made, of no framework.
-
-Letters: T tokens, K top-k, E experts, D d_model, F d_ff per expert (after gating). Slot `s = t * K + k`.
-"""
+"""Options and bundles, frozen and hashable. T tokens, K top-k, E experts, D d_model, F d_ff; slot `s = t * K + k`."""
 
 from moe_core.specs.matmul import Activation as Activation
 from moe_core.specs.matmul import MatmulSpec as MatmulSpec

@@ -13,19 +13,10 @@ from moe_core.errors import InvalidInput
 @plan_type
 @dataclass(frozen=True)
 class TableSpec:
-    """The kind and sizes of an exchange between ranks.
+    """The kind and sizes of an exchange: num_ranks W, per_rank L places, num_experts E.
 
-    Args:
-        mode: `all_to_all`, `padded` or `all_gather`.
-        rows: `tokens` or `slots`, the rows that travel.
-        num_ranks: W.
-        per_rank: L, places of a rank.
-        num_experts: E.
-        block: the most rows that a rank sends to another. None with `all_to_all`, ignored with `all_gather`, which
-            sends all tokens.
-        back: the most results that return. None with `all_to_all`.
-
-    Raises InvalidInput.
+    rows: `tokens` or `slots` travel. block: the most rows that a rank sends to another; None with `all_to_all`, ignored
+    with `all_gather`, which sends all tokens. back: the most results that return, None with `all_to_all`.
     """
 
     mode: str

@@ -19,14 +19,12 @@ class WeightGradientSpec:
 
     Args:
         gather: the index of left and right: layout `row`, `slot` or `token`.
-        left_columns: (first, number) of the columns to take, or None for all.
-        right_columns: likewise.
+        left_columns, right_columns: (first, number) of the columns to take, or None for all.
         out_dtype: the dtype of d_weight, or None if it is not wanted.
         bias_side: `left` or `right`: its column sums are d_bias, in bias_dtype. None: no d_bias.
         num_layers: layers of the result, with a layer index.
-        family: kernels to use, `portable` or `sm90`. None: the faster one that can run.
-        expected_tokens: number that chooses the family. None: the call's.
-        expected_experts: likewise.
+        family: kernels to use, `portable` or `sm90`. None: the faster one that can run, for expected_tokens and
+            expected_experts.
     """
 
     out_dtype: str | None
@@ -144,10 +142,8 @@ class MatmulSpec:
         weight_layout: `in_out` `[E, D, N]` or `out_in` `[E, N, D]`.
         gather: the row of x for a layout row: `row` (x is in layout order), `token` (slot // K) or `slot`.
         scatter: the destination of a layout row: `row` (layout order) or `slot`.
-        activation: fused after the bias, or None.
         out_dtype: None: the dtype of x, which must then not be quantised.
         allow_tf32: fp32 inputs may use TF32 (else IEEE fp32).
-        tuning: the choice of tiles. None: the defaults.
         fast_accumulate: fp8 products may accumulate in the tensor cores over more than 128 columns.
     """
 

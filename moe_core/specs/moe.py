@@ -20,19 +20,15 @@ class MoESpec:
     """Options of one whole MoE forward.
 
     Args:
-        activation: of the experts.
         router: how logits become ids and weights. None: ids and weights are given.
-        weight_layout: of the experts.
         router_weight_layout: of the router matrix, `in_out` `[D, E]` or `out_in` `[E, D]`.
         apply_router_weight_on_input: weight x (in fp32, cast back) before matmul 1 instead of the slots after matmul 2.
             K must be 1.
         out_dtype: None: the dtype of x.
         logits_dtype: rounds the logits, which stay fp32 arrays, as checkpoints do.
-        tuning: the choice of tiles. None: the defaults.
         shared_activation: of the shared expert, gated and laid out as `activation`. None: the same.
         activations: the format that x and the hidden rows are quantised to before each product, or None
             (docs/user/quantization.md).
-        fast_accumulate: see `MatmulSpec`; for fp8 activations.
         recompute: the forward keeps no pre-activation, and the backward repeats matmul 1 with the same bits
             (docs/user/training.md).
         main_grad: torch only. The backward adds gradients of the matrices of experts and shared expert, in fp32, to

@@ -1,7 +1,4 @@
-"""Named bundles of a framework's arrays, shared by both front-ends (any array type with shape and dtype).
-
-Weights and rows may be `QuantizedTensor`s, which are bundles inside the bundle.
-"""
+"""Named bundles of a framework's arrays, or `QuantizedTensor`s of them, shared by both front-ends."""
 
 from __future__ import annotations
 
@@ -61,13 +58,11 @@ class ExpertWeights:
         gate_up: `[E, D, 2F]` (gated, halves or interleaved) or `[E, D, F]` (ungated, or the gate if `up` is given).
         up: `[E, D, F]` for gate_layout `separate`.
         down: `[E, F, D]`. gate_up (with up, in one format) and down may be `QuantizedTensor`s.
-        gate_up_bias: `[E, 2F]` or `[E, F]`.
-        up_bias: `[E, F]`.
+        gate_up_bias: `[E, 2F]` or `[E, F]`, with up_bias `[E, F]`.
         down_bias: `[E, D]`.
         layer_index: int32 `[1]` on the device. Every weight and bias then has a leading layer axis, and it picks one.
-        gate_up_input_scale: fp32 `[1]` on the device, the scale of x where `MoESpec.activations` has one per tensor.
-            None: computed from the rows.
-        down_input_scale: likewise for the hidden rows.
+        gate_up_input_scale, down_input_scale: fp32 `[1]` on the device, scales of x and of the hidden rows where
+            `MoESpec.activations` has one per tensor. None: computed from the rows.
     """
 
     gate_up: Any
@@ -89,8 +84,7 @@ class MatmulOperands:
         x: `[T, D]` (gather `token`), `[T * K, D]` (`slot`) or `[capacity, D]` (`row`).
         weight: `[E, D, N]`, N = 2F when a gated activation with one buffer is fused.
         up: `[E, D, N]`, the second buffer of gate_layout `separate`.
-        bias: `[E, N]`, fp32 or the dtype of x.
-        up_bias: likewise.
+        bias, up_bias: `[E, N]`, fp32 or the dtype of x.
         row_weight: fp32 `[T * K]` or `[T, K]`, by slot, applied after the activation.
         layer_index: int32 `[1]`. Weights and biases then have a leading layer axis.
 
@@ -109,8 +103,7 @@ class MatmulOperands:
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """Route from x. weight `[D, E]` (`in_out`) or `[E, D]` (`out_in`), bias `[E]`, correction_bias fp32 `[E]` or
-    `[T, E]`."""
+    """Route from x. weight `[D, E]` (`in_out`) or `[E, D]`, bias `[E]`, correction_bias fp32 `[E]` or `[T, E]`."""
 
     weight: Any
     bias: Any = None
@@ -218,10 +211,8 @@ BUNDLES = (ExpertWeights, LoRAFactors, MatmulOperands, RouterLogits, RouterWeigh
 
 @dataclass(frozen=True)
 class MoEOperands:
-    """The arrays of one MoE, for `moe_core.ops.moe.forward.plan_moe`.
-
-    x `[T, D]`; routing: RouterWeights, RouterLogits or TopK; token_mask bool `[T]`; expert_map int32 `[E_global]`;
-    adapter_ids int32 `[T]`, with lora: each token's adapter, -1 = none.
+    """The arrays of one MoE: x `[T, D]`; routing: RouterWeights, RouterLogits, TopK; token_mask bool `[T]`; expert_map
+    int32 `[E_global]`; adapter_ids int32 `[T]`, with lora: each token's adapter, -1 = none.
     """
 
     x: Any

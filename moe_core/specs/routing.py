@@ -51,12 +51,10 @@ class RouterSpec:
         order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`.
         renormalize: divide by the sum of the chosen weights (a zero sum gives zeros).
         scale: multiplies the weights last.
-        num_groups: equal groups of experts for grouped top-k. 1: off.
-        topk_group: number of best groups that survive.
+        num_groups: equal groups of experts, of which the topk_group best survive. 1: off.
         slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
         epsilon: added to the sum of renormalize, for sigmoid and sqrt_softplus.
-        logit_scale: score logits * logit_scale.
-        softcap: score softcap * tanh(logits * logit_scale / softcap).
+        softcap, logit_scale: score softcap * tanh(logits * logit_scale / softcap), or logits * logit_scale.
         bias_on: add the correction bias to `scores` or to those `logits`.
         group_score: a group's `best` score, or the sum of its two best (`pair`). None: `pair` with a correction bias,
             else `best`.

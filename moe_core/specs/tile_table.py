@@ -1,8 +1,4 @@
-"""Measured tile configurations: `moebius-tune` writes them, and plans look them up before the heuristics.
-
-A file is JSON: provenance, and one record per product and number of rows with its timings. A `TileTable` has no
-timings.
-"""
+"""Measured tile configurations: `moebius-tune` writes them as JSON, and plans look them up before the heuristics."""
 
 from __future__ import annotations
 
@@ -65,8 +61,7 @@ def entry_key(key: TileKey) -> TileKey:
 @plan_type
 @dataclass(frozen=True)
 class TileEntry:
-    """One configuration for one product, by `entry_key`, on one architecture. Raises InvalidInput for tiles that no
-    plain weights have."""
+    """One configuration for one product on one architecture. Raises InvalidInput for tiles of quantised weights."""
 
     arch: int
     problem: TileKey
@@ -103,8 +98,7 @@ class TileTable:
 
     @classmethod
     def of(cls, entries: Iterable[TileEntry]) -> TileTable:
-        """A table of entries in any order. Raises InvalidInput for two of one problem and for rows that are no
-        bucket."""
+        """A table of entries in any order. Raises InvalidInput for two of one problem, and rows that are no bucket."""
         ordered = sorted(entries, key=codec.dumps)
         seen: set[tuple[int, TileKey]] = set()
         for entry in ordered:
@@ -175,8 +169,7 @@ class Measurement:
 def write_measurements(
     path: str | pathlib.Path, provenance: Mapping[str, Any], measurements: Sequence[Measurement]
 ) -> None:
-    """Write a table's file. provenance: PROVENANCE_FIELDS and more. Raises InvalidInput if one is missing, or entries
-    contradict each other."""
+    """Write a table's file. Raises InvalidInput without one of PROVENANCE_FIELDS, or for contradicting entries."""
     require_provenance(provenance, "provenance")
     TileTable.of(measurement.entry for measurement in measurements)
 

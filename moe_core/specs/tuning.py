@@ -36,9 +36,7 @@ class MatmulTuning:
     Args:
         config: use this one. None: choose.
         table: looked up before the shipped table and the heuristics.
-        batch_invariant: choose without the number of rows, so that a row's result does not depend on the others.
-        expected_tokens: see `Tuning`.
-        expected_experts: likewise.
+        expected_tokens, expected_experts, batch_invariant: see `Tuning`.
     """
 
     config: TileConfig | None = None
@@ -61,14 +59,11 @@ class Tuning:
     """How the tile configurations of a whole forward are chosen.
 
     Args:
-        matmul_1: of the experts' first product. None: choose.
-        matmul_2: of the second.
-        table: looked up before the shipped table.
         batch_invariant: one summation order for every number of tokens. A token's result is then bitwise the same in
             any batch, at a cost of speed (docs/developer/tuning.md).
-        expected_tokens: choose every tile of forward and backward as for a batch of this size. None: the call's. For
-            parts of a batch, as of a rank of expert parallelism, which then sum in the order of the whole.
-        expected_experts: likewise, the experts of the whole.
+        expected_tokens, expected_experts: choose every tile of forward and backward as for a batch of this size and
+            with these experts. None: the call's. For parts of a batch, as of a rank of expert parallelism, which then
+            sum in the order of the whole.
     """
 
     matmul_1: TileConfig | None = None

@@ -1,5 +1,4 @@
-"""The command `moebius-convert`: exit status 0 when the checkpoint was written, 1 when verifying it found a difference,
-2 when it could not be written."""
+"""The command `moebius-convert`. Exit status: 0 written, 1 verifying found a difference, 2 not written."""
 
 from __future__ import annotations
 

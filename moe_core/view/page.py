@@ -35,12 +35,9 @@ def view_page(
 
     Args:
         layers_per_step: MoE layers of the model, where a trace holds several forwards. None: one forward.
-        text: of each token of the trace.
         sizes: (d_model, d_ff) of the layers, for bytes and times of placements.
         machine: the path of a record of `moebius-tune --links`. None: an H200.
         profile: a trace of torch.profiler with the plans' launches, for measured times.
-
-    Raises InvalidInput for other files, and for options that the files' kind does not take.
     """
     kinds = [kind_of(file) for file in files]
     if not 1 <= len(files) <= 2 or len(set(kinds)) != 1:
@@ -101,10 +98,7 @@ def plan_page(
     machine: Machine | None = None,
     measured: Mapping[str, list[float]] | None = None,
 ) -> str:
-    """The page of one or two lists of plans (`layer.explain(tokens).plans`), see `view_page`.
-
-    measured: microseconds of the launches of one call, by the function of their kernel, for one list.
-    """
+    """The page of plans, as in `view_page`. measured: microseconds of one call's launches, by kernel function."""
     named = _named("plans", plans, names)
     if measured is not None and len(named) > 1:
         raise InvalidInput("measured must be of one call, got two lists of plans; view the profiled plans alone")

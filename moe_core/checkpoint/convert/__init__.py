@@ -1,9 +1,5 @@
 """Translate a checkpoint: its routed experts to any format that checkpoints store, or to plain weights.
 
-    report = convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-int4", format_named("int4_g128"))
-    print(report)                                     # relative Frobenius error of every layer
-    open_checkpoint("Qwen3-30B-A3B-int4").layer(0)    # QuantizedTensors
-
 Quantised experts are written one by one, in the family's published names or else in llm-compressor's; mxfp4 of gpt_oss
 is written as published. Plain tensors outside of the experts are copied bit by bit, quantised ones are dequantised.
 """

@@ -1,8 +1,4 @@
-"""The tensors of GGUF files outside of the experts, under the names that their family publishes.
-
-transformers lists these names, and the package gguf maps them to GGUF's. llama.cpp reorders some tensors of some
-architectures. Here they get the published order back.
-"""
+"""The tensors of GGUF files outside of the experts, under their family's names, and in its order."""
 
 from __future__ import annotations
 
@@ -68,10 +64,8 @@ class _Weight(NamedTuple):
 
 
 class GgufModules:
-    """What lies outside of the experts, like `DenseModules`.
-
-    architecture: see `llama_architecture`. names: of the layers, as published. held: the experts' tensors. counted:
-    looks at numbers; what it returns notes them.
+    """What lies outside of the experts. architecture: see `llama_architecture`. names: of the layers, as published.
+    held: the experts' tensors. counted: looks at numbers; what it returns notes them.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""Matrices in nvfp4: two e2m1 codes per byte, an e4m3 scale per 16 columns, and one number that divides these scales.
-
-As in compressed-tensors: the number is 448 x 6 / amax of the matrix, so that scales use the range of e4m3. gate and up
-of an expert share it, because vLLM and SGLang multiply both by gate's.
+"""Matrices in nvfp4 as in compressed-tensors: two e2m1 codes per byte, an e4m3 scale per 16 columns, one number that
+divides these scales: 448 x 6 / amax. gate and up of an expert share it, because vLLM and SGLang use gate's for both.
 """
 
 from __future__ import annotations

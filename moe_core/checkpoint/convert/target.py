@@ -92,10 +92,7 @@ class Target:
         return {field: (width, d_ff) if field == "down" else (d_ff, width) for field in self.modules}
 
     def require_sizes(self, shared: tuple[str, ...]) -> None:
-        """Raise InvalidInput for sizes that the format refuses, Unsupported for files that no loader reads.
-
-        shared: the names of the shared experts' tensors.
-        """
+        """Raise for sizes that the format refuses and files that no loader reads. shared: names of tensors."""
         if self.format is None:
             return
         for field, shape in self.shapes().items():

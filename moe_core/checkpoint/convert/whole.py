@@ -27,10 +27,7 @@ _Compared = Callable[[int, str, Matrix, Matrix], Callable[[], None]]
 
 
 def whole_units(target: Target, layer: LayerSource, counted: _Counted, compared: _Compared) -> Iterator[Unit]:
-    """The tensors of a layer's experts, a job for each expert.
-
-    counted: looks at a matrix before, compared: at it before and after. What they return notes it.
-    """
+    """The tensors of a layer's experts, a job for each. counted, compared: see matrices before, before and after."""
     stacks = layer_stacks(target.architecture, _names(target, layer))
     for field in ("gate_up", "down"):
         for part in stacks[f"experts.{field}"].parts:

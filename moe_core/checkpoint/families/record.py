@@ -1,7 +1,4 @@
-"""Families: the settings that describe MoE layers, and the names of their tensors.
-
-A new family is one `Family`, most often a few fields replaced in a related one.
-"""
+"""Families: settings that describe MoE layers and names of their tensors. A new family is one `Family`."""
 
 from __future__ import annotations
 
@@ -356,10 +353,7 @@ def every_layer(config: ModelConfig, *settings: str) -> Layers:
 
 
 def dense_first(dense: int | None = None, setting: str = "first_k_dense_replace") -> Callable[[ModelConfig], Layers]:
-    """mlp_layer_types if given, else layers from `setting` on, at multiples of moe_layer_freq.
-
-    dense: the default of `setting`. None: it is required.
-    """
+    """mlp_layer_types if given, else layers from `setting` (default: dense) on, at multiples of moe_layer_freq."""
 
     def layers(config: ModelConfig) -> Layers:
         count = config.num_layers()

@@ -30,7 +30,7 @@ def plan_activation_backward(
     """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
 
     d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
-    fp32; rows may be strided. Outputs, dense: d_x, [d_up]. Formulas: `moe_core.ops.activation.reference`.
+    fp32; rows may be strided. Outputs, dense: d_x, [d_up].
     """
     width = check_input(x, up, activation)
     rows = x.shape[0]
@@ -96,10 +96,8 @@ def plan_expert_activation_backward(
     outputs: tuple[str, ...] = EXPERT_GRADIENTS,
     slot_of_row: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """d_pre = act'(pre) (w z), weighted_hidden = w act(pre), d_weight = <z, act(pre)> + bias_product; z = d_hidden.
-
-    operands: dense ArraySpecs. Gate layout `separate` is stored like `halves`. The row of a slot is row_of_slot[slot],
-    or the slot without row_of_slot.
+    """Plan `expert_activation_backward` of the reference. operands: dense ArraySpecs. Gate layout `separate` is stored
+    like `halves`. The row of a slot is row_of_slot[slot], or the slot without row_of_slot.
 
     outputs: of d_pre `[R, 2F]` and weighted_hidden `[R, F]` in the dtype of pre and d_weight fp32 `[T * K]`; d_pre
     always. A slot without a row (-1) has d_weight 0 and is not read.
@@ -107,7 +105,7 @@ def plan_expert_activation_backward(
     slot_of_row int32 `[R]`, with row_of_slot: programs walk along rows, since an owner among ranks has few. Rows of no
     slot stay unwritten (the reference engine writes zeros).
 
-    Inputs: operands, [slot_of_row]. Formulas: `moe_core.ops.activation.reference`.
+    Inputs: operands, [slot_of_row].
     """
     width, slots = _validate(operands, activation, slot_of_row)
     if "d_pre" not in outputs or not set(outputs) <= set(EXPERT_GRADIENTS) or len(set(outputs)) != len(outputs):

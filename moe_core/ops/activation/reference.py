@@ -1,7 +1,4 @@
-"""NumPy twins of the activation op and its backward: fp32 throughout, NaN passes every clamp, one cast at the end.
-
-As in torch relu2 has derivative 0 at 0, and a clamp passes the gradient where the value equals the limit.
-"""
+"""NumPy twins of the activation op and its backward. As in torch relu2' is 0 at 0, and a clamp passes at its limit."""
 
 from __future__ import annotations
 

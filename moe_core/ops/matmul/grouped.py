@@ -1,5 +1,4 @@
-"""Planning of grouped matmuls of rows in the order of their groups, as `torch._grouped_mm` and `jax.lax.ragged_dot`
-have them: the ragged axis is that of the rows, or the reduction."""
+"""Planning of grouped matmuls of rows in the order of groups, as `torch._grouped_mm` and `jax.lax.ragged_dot` have."""
 
 from __future__ import annotations
 
@@ -19,10 +18,7 @@ from moe_core.specs.operands import MatmulOperands, WeightGradientOperands, name
 
 @keep_plans
 def plan_grouped_mm(operands: MatmulOperands, groups: Groups, spec: MatmulSpec, target: Target) -> LaunchPlan:
-    """y `[R, N]`: `plan_matmul_ogs` of rows x `[R, D]` in the order of their groups, without a layout.
-
-    Rows outside of the groups are zeros. Raises InvalidInput, Unsupported.
-    """
+    """y `[R, N]`: `plan_matmul_ogs` of rows x `[R, D]` in the order of groups; rows outside of them are zeros."""
     weight = operands.weight
     if len(operands.x.shape) != 2 or len(weight.shape) != 3:
         raise InvalidInput(
@@ -61,8 +57,7 @@ def plan_grouped_contraction(
 ) -> LaunchPlan:
     """d_weight `[count, M, N]` = left^T right over each group's rows of left `[R, M]` and right `[R, N]`.
 
-    Empty groups are zeros. Rows may be strided.
-    out_dtype: None: the dtype of left. Raises InvalidInput, Unsupported.
+    Empty groups are zeros. Rows may be strided. out_dtype None: left's.
     """
     for name, shape, dtype in (
         ("left", ("num_rows", "m"), dtypes.MATMUL_DTYPES),

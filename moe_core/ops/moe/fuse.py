@@ -55,10 +55,7 @@ _TILE = ("INPUT_PRECISION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
 def why_not_fused(
     tiles: tuple[TileChoice | None, ...], num_tokens: int, top_k: int, *, alone: bool, batch_invariant: bool
 ) -> str | None:
-    """The reason why no stages of a forward share a launch, or None.
-
-    alone: the reduction follows product 2, adds only its slots, and nothing of the products is saved.
-    """
+    """Why no stages of a forward share a launch, or None. alone: the reduction adds only product 2's slots."""
     if not all(tiles) or num_tokens == 0:
         return "there are no tiles"
     families = [tile.family for tile in tiles if tile is not None]

@@ -18,10 +18,7 @@ NORM_GRADIENTS = ("d_x", "d_weight")
 def plan_rms_norm_backward(
     d_y: ArraySpec, x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target, *, wanted: tuple[str, ...]
 ) -> LaunchPlan:
-    """The backward of `plan_rms_norm` from d_y `[R, D]` in any matmul dtype. Formulas: `norm.reference`.
-
-    wanted: of NORM_GRADIENTS. Outputs: wanted, each like its array.
-    """
+    """Plan `rms_norm_backward` of the reference. wanted: of NORM_GRADIENTS. Outputs: wanted, each like its array."""
     require_wanted(wanted, NORM_GRADIENTS)
     check_norm(x, weight)
     require_spec("d_y", d_y, x.shape, dtypes.MATMUL_DTYPES)

@@ -1,5 +1,4 @@
-"""Prepacking of quantised weights in NumPy, torch and JAX, the only description of the permutation
-(`moe_core.formats.tiling` has the layout)."""
+"""Prepacking of quantised weights in NumPy, torch and JAX. Layout: `moe_core.formats.tiling`."""
 
 from __future__ import annotations
 

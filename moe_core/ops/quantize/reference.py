@@ -220,8 +220,7 @@ def quantize(
 
 
 def quantize_rounded(matrix: np.ndarray, format: Format, rounded: Rounding) -> QuantizedTensor:
-    """`quantize` of a matrix `[N, D]` in a format without zero points, where chosen scales are rounded before they
-    divide."""
+    """`quantize` of a matrix `[N, D]` without zero points, where chosen scales are rounded before they divide."""
     return _quantized(matrix, QuantizedSpec(format), None, rounded)
 
 
@@ -287,10 +286,7 @@ def _dequantized(tensor: QuantizedTensor, logical: np.ndarray) -> Iterator[tuple
 
 
 def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """(codes `[rows, columns]`, scales `[rows or 1, column groups]`) of a matrix without zero points, in fp32.
-
-    Rows are outputs or tokens in either layout. A scale of several rows is repeated for each.
-    """
+    """(codes `[rows, columns]`, scales `[rows, column groups]`) of a matrix without zero points, in fp32."""
     tensor = untile(tensor)
     values, scales = tensor.values, tensor.scales
     if tensor.layout == "in_out":
@@ -306,10 +302,8 @@ def codes_and_scales(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows(
     x: np.ndarray, static_scale: np.ndarray | None = None, used_by: np.ndarray | None = None, *, format: Format
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The results of `plan_quantize_rows`: values, scales.
-
-    With a static scale elements are independent: NaN stays NaN in e4m3 and becomes 0 elsewhere, infinity becomes the
-    largest number, and a scale of zero or NaN gives zero codes.
+    """values, scales of `plan_quantize_rows`. With a static scale elements are independent: NaN stays NaN in e4m3 and
+    becomes 0 elsewhere, infinity becomes the largest number, and a scale of zero or NaN gives zero codes.
     """
     if used_by is not None:
         used = np.any(used_by.reshape(len(x), len(used_by) // max(1, len(x))) >= 0, axis=1)

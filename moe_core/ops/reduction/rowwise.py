@@ -183,10 +183,7 @@ _ORDERED_COLUMNS = 4096
 
 @keep_plans
 def plan_order_rows(x: ArraySpec, layout: LayoutSpec, target: Target) -> LaunchPlan:
-    """As `plan_gather_rows`, in composed plans on compiled targets: rows without a slot are not written.
-
-    Inputs: x, row_of_slot int32 `[T * K]`.
-    """
+    """As `plan_gather_rows` in composed plans, without rows of no slot. Inputs: x, row_of_slot int32 `[T * K]`."""
     assert target.compiled
     rows, width = layout.capacity, x.shape[1]
     builder = PlanBuilder("order_rows", target)

@@ -24,10 +24,8 @@ def plan_router_backward(
     *,
     wanted: tuple[str, ...],
 ) -> LaunchPlan:
-    """The backward of `plan_router` from d_logits fp32 `[T, E]`. Formulas: docs/user/training.md.
-
-    wanted: of ROUTER_GRADIENTS. bias: gives the dtype of d_bias. Inputs: d_logits, x, weight. Outputs: wanted, each
-    like its array: IEEE fp32 sums, one cast. d_wide is d_x in fp32, without the cast.
+    """Plan `router_backward` of the reference. wanted: of ROUTER_GRADIENTS. Inputs: d_logits, x, weight. Outputs:
+    wanted, each like its array: IEEE fp32 sums, one cast. d_wide is d_x in fp32, without the cast.
     """
     require_wanted(wanted, ROUTER_GRADIENTS[: 4 if bias is not None else 3])
     logits = plan_router(x, weight, bias, spec, target).spec("logits")

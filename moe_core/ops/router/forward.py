@@ -28,10 +28,7 @@ _LARGEST_TILE = 128
 
 
 def router_tile(num_tokens: int | None, num_experts: int, d: int, kind: str, target: Target) -> TileConfig:
-    """The largest tile that gives three quarters of the SMs a program, else the smallest.
-
-    num_tokens None: the one tile for every number of tokens.
-    """
+    """The largest tile that gives 3/4 of the SMs a program, else the smallest. None: one for any num_tokens."""
     if target.interpreted:
         block_m = _INVARIANT_ROWS if num_tokens is None else min(128, padded(num_tokens))
         return TileConfig(block_m, min(256, padded(num_experts)), min(1024, padded(d)))

@@ -13,8 +13,7 @@ from moe_core.specs import LogitsSpec
 
 
 def router(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, spec: LogitsSpec) -> np.ndarray:
-    """`plan_router`, accumulated in fp32, rounded to spec.logits_dtype. Both storages of the weight give the
-    same bits."""
+    """`plan_router`, accumulated in fp32, rounded to spec.logits_dtype, with equal bits for both storages."""
     matrix = to_float32(np.ascontiguousarray(weight if spec.weight_layout == "in_out" else weight.T))
     logits = np.empty((len(x), matrix.shape[1]), matrix.dtype)
 

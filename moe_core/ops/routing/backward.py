@@ -71,10 +71,8 @@ def plan_routing_backward(
 ) -> LaunchPlan:
     """d_logits fp32 `[T, E]` of gradients, from logits fp32 `[T, E]` and the chosen ids int32 `[T, K]`.
 
-    gradients: ArraySpecs. ids: None without gradients.weights; distinct within a token, -1 for a masked token.
-    token_mask bool `[T]`: masked tokens get exact zeros and count nowhere. The correction bias and the groups have no
-    gradient. Inputs: logits, [ids], `gradients.*`, [token_mask]. Output: d_logits. Formulas:
-    `moe_core.ops.routing.reference_backward`.
+    ids: None without gradients.weights; distinct within a token, -1 for a masked token. token_mask bool `[T]`: masked
+    tokens get exact zeros and count nowhere. Inputs: logits, [ids], `gradients.*`, [token_mask]. Output: d_logits.
     """
     _validate(gradients, logits, ids, spec, token_mask)
     num_tokens, num_experts = logits.shape

@@ -59,11 +59,7 @@ def plan_pack_bitmatrix(ids: ArraySpec, num_experts: int, target: Target) -> Lau
 
 @keep_plans
 def plan_unpack_bitmatrix(bitmatrix: ArraySpec, num_experts: int, top_k: int, target: Target) -> LaunchPlan:
-    """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: the lowest K of the bits below E, ascending, then
-    -1.
-
-    Output: ids.
-    """
+    """ids int32 `[T, K]` of a bitmatrix uint32 `[T, ceil(E / 32)]`: its lowest K below E, ascending, then -1."""
     num_experts, top_k = as_integer("num_experts", num_experts, 1), as_integer("top_k", top_k, 1)
     require_spec("bitmatrix", bitmatrix, ("num_tokens", -(-num_experts // 32)), "uint32")
     num_tokens = bitmatrix.shape[0]

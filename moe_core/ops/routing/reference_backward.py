@@ -1,7 +1,4 @@
-"""NumPy twins of the backward of routing, and of the router's losses and their backward.
-
-Ids and the correction bias are constants. The backward recomputes everything in fp32 from the logits.
-"""
+"""NumPy twins of the backward of routing and of the router's losses, in fp32. Ids and biases are constants."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Planning of token rounding (`moe_core.specs.routing.TokenRounding`) and of its backward.
-
-candidates, their weights = the W best experts of each token, the first K chosen  [T, W]
-layout                    = candidates by expert
-ids, weights              = the candidates that their experts keep, the others -1 and 0
-"""
+"""Planning of token rounding (`moe_core.specs.routing.TokenRounding`) and of its backward."""
 
 from __future__ import annotations
 
@@ -35,11 +30,7 @@ def plan_candidates(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """ids int32 and weights fp32 `[T, W]` of the W best experts of logits fp32 `[T, E]`, best first.
-
-    The first K columns equal `plan_routing`. Later weights are scores (softmax: among all experts) times scale, not
-    renormalised.
-    """
+    """ids int32 and weights fp32 `[T, W]` of the W best experts: those of `plan_routing`, then by score * scale."""
     wide = _check(logits, spec, rounding, correction_bias is not None)
     require_routing(logits, wide, correction_bias, token_mask)
     builder = PlanBuilder("candidates", target)
@@ -154,8 +145,7 @@ def plan_route_rounded_backward(
 ) -> LaunchPlan:
     """d_logits fp32 `[T, E]` of d_weights fp32 `[T, W]`, with logits, ids and candidates of `plan_route_rounded`.
 
-    The choice of candidates has no gradient. Dropped slots' weights are constants, but their experts still count in the
-    sum that renormalises.
+    Dropped slots' weights are constants, but their experts still count in the sum that renormalises.
     """
     plain = dataclasses.replace(spec, num_groups=1, topk_group=1, group_score=None)
     wide = _check(logits, plain, rounding, False)

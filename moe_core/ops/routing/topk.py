@@ -1,8 +1,4 @@
-"""Planning of routing: logits to ids and weights, with or without their layout.
-
-Few tokens take one launch, `route_and_layout`. Otherwise `topk.route` also counts slots, and `layout.place_blocks`
-places them. The arithmetic: docs/notebook/launches.md.
-"""
+"""Planning of routing: logits to ids and weights, with or without their layout. See docs/notebook/launches.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The interpreter's builder with correct numbers: the NumPy meaning of every Triton operation. Imports Triton.
-
-bfloat16 and fp8 tensors hold ml_dtypes arrays, where Triton's own builder computes on raw bits.
-"""
+"""The NumPy meaning of every Triton operation, with bfloat16 and fp8 as ml_dtypes arrays. Imports Triton."""
 
 from __future__ import annotations
 

@@ -24,11 +24,7 @@ from moe_core.runtime.interpreter.semantic import Semantic, block_type_init, ten
 
 
 class PatchedLanguage:
-    """`triton.language`, replaced by NumPy implementations during a turn.
-
-    Turns may nest. Threads take turns, because language and running program are global to the process. Replacements are
-    looked up once, not per launch as in Triton.
-    """
+    """`triton.language`, replaced by NumPy implementations during a turn. Turns may nest; threads take turns."""
 
     def __init__(self, replace: Callable[[Any], Any], semantic: TritonSemantic) -> None:
         scope = replace(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))

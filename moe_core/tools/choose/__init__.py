@@ -1,4 +1,1 @@
-"""The command `moebius-choose`: format, memory, speed and parallelism of a model on some GPUs, by records and bounds.
-
-`python -m benchmarks.choosing` collects the records' times into `measured.json`, and writes the tables of the docs.
-"""
+"""The command `moebius-choose`. `python -m benchmarks.choosing` collects `measured.json` and the docs' tables."""

@@ -132,10 +132,7 @@ def _numbers(layers: tuple[int, ...]) -> str:
 
 
 def examine(path: str, progress: Callable[[str], object] = lambda line: None) -> CheckpointReport:
-    """Examine every MoE layer. Reads headers, scales, and a few rows of each expert.
-
-    Raises the errors of `open_checkpoint`.
-    """
+    """Examine every MoE layer from headers, scales and a few rows of each expert. Errors: `open_checkpoint`'s."""
     checkpoint = open_checkpoint(path)
     rows: list[Row] = []
     problems: list[str] = []

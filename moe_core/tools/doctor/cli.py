@@ -1,7 +1,4 @@
-"""The command line of `moebius-doctor`.
-
-Exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested.
-"""
+"""The command line of `moebius-doctor`. Exit status: 0 healthy, 1 a self-test failed, 2 nothing could be tested."""
 
 from __future__ import annotations
 

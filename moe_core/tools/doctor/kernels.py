@@ -27,8 +27,7 @@ _REFERENCE_TARGETS = (Target("cuda", 80, 108), Target("cuda", 90, 132))
 
 @dataclass(frozen=True)
 class Workload:
-    """launches: (kernel, tile sides and warps) in order. notes: the plan's decisions. refused: why there is no plan, or
-    ""."""
+    """launches: (kernel, tile sides and warps) in order. notes: decisions. refused: why there is no plan, or ""."""
 
     name: str
     launches: tuple[tuple[str, str], ...] = ()

@@ -28,8 +28,7 @@ class Poisoned:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Poisoned]:
-    """Fill outputs and workspaces of every plan with 0xFF bytes before it runs, in this whole process, on every
-    thread."""
+    """Fill outputs and workspaces of every plan with 0xFF bytes before it runs, in this whole process."""
     record = Poisoned()
     runs = {kind: kind.__dict__["__call__"] for kind in (Prepared, CudaPrepared)}
 

@@ -46,8 +46,7 @@ class GpuBench:
         self._device, self._target, self._workers = device, target, workers
 
     def measure(self, product: Product, configs: Sequence[TileConfig]) -> list[Timing]:
-        """A Timing for each configuration. The first, the heuristics', is the reference and must run (else
-        RuntimeError)."""
+        """A Timing for each configuration. The first, the heuristics', is the reference (RuntimeError: it fails)."""
         plans = [plan_of(product, config, self._target) for config in configs]
         problems = self._compile(plans)
         if problems[0]:

@@ -1,7 +1,4 @@
-"""The command line of `moebius-tune`.
-
-Exit status: 0 table written, 1 written, and a configuration computed a wrong result, 2 not measured.
-"""
+"""The command `moebius-tune`. Exit status: 0 table written, 1 with a wrong result, 2 not measured."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ class Device:
         self.check(self._lib.cuCtxSynchronize(), "waiting for the device")
 
     def time(self, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-        """Median microseconds of each run, L2 flushed before it. Runs alternate, so that clock drifts affect all
-        alike."""
+        """Median microseconds of each run, L2 flushed before it. Runs alternate against drifts of the clock."""
         while len(self._events) < 2 * rounds * len(runs):
             event = ctypes.c_void_p()
             self.check(self._lib.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0)), "cuEventCreate")

@@ -30,8 +30,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """heuristic, best: (configuration, microseconds). invariant: microseconds under `batch_invariant`, or None.
-    refused: candidates without a time."""
+    """heuristic, best: (configuration, us). invariant: us under `batch_invariant`. refused: those without a time."""
 
     product: Product
     arch: int

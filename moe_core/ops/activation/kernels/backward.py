@@ -77,14 +77,7 @@ def expert_activation_backward(
     WIDTH: tl.constexpr, GATE_LAYOUT: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write outputs of BLOCK_M slots (rows, with slot_of_row), all columns in order.
-
-        d_pre = act'(pre) (w z), with z = d_hidden
-        weighted_hidden = w act(pre)
-        d_weight = <z, act(pre)> + bias_product
-
-    A slot without a row reads nothing and has d_weight 0.
-    """
+    """Write BLOCK_M slots (rows, with slot_of_row), all columns in order. Without a row: nothing read, d_weight 0."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows, present = slots, slots < num_slots
     if slot_of_row is not None:

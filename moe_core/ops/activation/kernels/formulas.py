@@ -85,8 +85,7 @@ def softcap_slope(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def value_and_slope(x, NAME: tl.constexpr):
-    """(act(x), d act(x) / dx), ungated. Formulas: `moe_core.ops.activation.reference`. A constant slope is taken at a
-    bound, so that no infinity meets a zero."""
+    """(act(x), d act(x) / dx), ungated. At a bound the slope is constant, so that no infinity meets a zero."""
     if NAME == "silu":
         bounded = clamp(x, 128.0)
         share = sigmoid(bounded)

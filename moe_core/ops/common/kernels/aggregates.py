@@ -14,10 +14,7 @@ Constant = constexpr
 
 
 def aggregate(cls):
-    """Return an aggregate of a class's fields, those with a default last.
-
-    Triton 3.6 makes no constructor and its aggregates cannot hold None. The interpreter gets a plain class.
-    """
+    """Return an aggregate of a class's fields, with a constructor and None, which Triton 3.6 lacks."""
     interpreted = triton.knobs.runtime.interpret
     # Constants: Triton's key of a kernel includes constants that its functions use.
     fields = constexpr(tuple(cls.__annotations__))

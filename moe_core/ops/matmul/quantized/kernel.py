@@ -73,8 +73,7 @@ def scales_at(
 def factor_of(
     scale, scale_1, x_scale, side, QUANTIZED_X: tl.constexpr, UNIFORM: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
-    """Return the fp32 factor of a partial sum: scales of weight rows, times scales of tokens if x is quantised.
-    UNIFORM: one scale for side 0, scale_1 for side 1."""
+    """The fp32 factor of a partial sum. UNIFORM: one scale for side 0, scale_1 for side 1."""
     factor = number_of(scale).to(tl.float32)
     if UNIFORM:
         factor = tl.where(side == 0, factor, number_of(scale_1).to(tl.float32))
@@ -87,8 +86,7 @@ def factor_of(
 
 @triton.jit
 def values_of(array, ELEMENT: tl.constexpr, DOT: tl.constexpr):
-    """Return a pointer to numbers, codes to multiply, or bytes to decode. (e4m3 arrives as bytes because sm_80
-    lacks it.)"""
+    """Return a pointer to numbers, codes to multiply, or bytes to decode (e4m3, as sm_80 lacks it)."""
     if (DOT == "e4m3") and (ELEMENT == "e4m3"):
         return array.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     elif (ELEMENT is None) or (DOT == "int8"):
@@ -117,8 +115,7 @@ def scale_pointers(
     scales, up_scales, matrix, n, side, first_column, SCALE_MATRIX: tl.constexpr, SCALE_N: tl.constexpr,
     N: tl.constexpr, GROUP_ROWS: tl.constexpr, GATE_LAYOUT: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the scales of a tile's weight rows: of side 0 and of side 1 if UNIFORM, else twice the
-    same."""
+    """Return pointers to the scales of a tile's weight rows: of both sides if UNIFORM, else twice the same."""
     if UNIFORM:
         group_n = group_of_row(weight_row(first_column, 0, N, GATE_LAYOUT), GROUP_ROWS)
         first = matrix_rows(scales, up_scales, matrix, group_n, 0, SCALE_MATRIX, SCALE_N)
@@ -134,8 +131,7 @@ def store_result(
     total, rows, exists, slots, tile, layer_exists, layout, schedule, epilogue, output, STACKED: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Apply activation and row weight to sums [weight rows, tokens], cast and scatter them. Gated: 8 of gate, 8
-    of up, ..."""
+    """Apply activation and row weight to sums [weight rows, tokens], cast and scatter them. Gated: by 8 rows."""
     N: tl.constexpr = output.N
     BLOCK_M: tl.constexpr = total.shape[1]
     BLOCK_N: tl.constexpr = total.shape[0] // 2 if epilogue.GATE_LAYOUT is not None else total.shape[0]

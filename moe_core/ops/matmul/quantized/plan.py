@@ -39,8 +39,7 @@ _MEASURED_ROWS = 256
 
 @dataclass(frozen=True)
 class ProductMethod:
-    """DOT, SCALING, least_k, the shortest reduction of one instruction, and group, columns that no block crosses
-    (or 0)."""
+    """DOT, SCALING, least_k, the shortest reduction of one instruction, and group, columns that no block crosses."""
 
     dot: str
     scaling: str

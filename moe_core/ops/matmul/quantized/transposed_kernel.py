@@ -1,8 +1,4 @@
-"""Ragged grouped matmul with quantised weights transposed, for gradients: `matmul_ogs` with dequantised(w[e])^T.
-
-The sum goes over the rows of a weight, its outputs, so a scale cannot multiply sums. Weights are decoded to (code -
-zero point) * scale in the dtype of x, with one rounding (none for e8m0 scales in bfloat16 and float32).
-"""
+"""Ragged grouped matmul with quantised weights transposed, for gradients, decoded to x's dtype with one rounding."""
 
 import triton
 import triton.language as tl
@@ -101,13 +97,7 @@ def matmul_quantized_transposed(
     TAIL_EXPERT_STRIDE: tl.constexpr, TAIL_R_STRIDE: tl.constexpr, TAIL_N_STRIDE: tl.constexpr,
     TAIL_THRESHOLD: tl.constexpr, TAIL_MASKED: tl.constexpr, TAIL_SALT: tl.constexpr, TAIL_BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of y. D: rows of one weight matrix, the addends. N: its columns, as of y.
-
-    up, if not None: a second weight for the next D columns of x, added to the same sum. GROUP: columns that share a
-    scale, GROUP_ROWS: rows that do, 0: all. *_MATRIX, *_N, *_K: strides of one expert's matrix, of a row (scales: of a
-    group of rows, zero points: of one byte) and of a column (a byte, a group of columns). DOT: the dtype of x. Others
-    as in `matmul_ogs`.
-    """
+    """Compute one tile of y. D: rows of one weight matrix, the addends. N: columns. Others: `matmul_quantized`."""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = 0
     if schedule is not None:

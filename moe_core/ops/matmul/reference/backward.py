@@ -36,9 +36,8 @@ def input_gradient(
 ) -> np.ndarray:
     """d_x = cast(d_y . weight[expert]^T) for every row of the layout (rows None: a dense product).
 
-    operands, spec: as in `moe_core.ops.matmul.backward.add_input_gradient`. out_dtype None: the dtype of d_y. Rows
-    without an expert are exact zeros. Quantised weights are dequantised to the dtype of d_y, since their scales vary
-    along the sum. places, later, then: see `matmul_ogs`, for one weight and the fp32 sums.
+    operands, spec: as in `add_input_gradient`. Rows without an expert are exact zeros. Quantised weights become
+    plain ones in the dtype of d_y. places, later, then: see `matmul_ogs`, for one weight and the fp32 sums.
     """
     d_y, layer_index = operands.x, operands.layer_index
     matrices = [operands.weight] if operands.up is None else [operands.weight, operands.up]
@@ -177,8 +176,7 @@ def bias_product(d_y: np.ndarray, bias: np.ndarray, rows: Rows, *, gather: str =
 
 
 class Trained(NamedTuple):
-    """An array that gets a gradient. layer_index: the layer used of a stack. into: fp32, added to the gradient. place:
-    memory for the gradient, unused for a stack."""
+    """An array that gets a gradient. layer_index: of a stack. into: fp32, added. place: memory, unused for a stack."""
 
     array: np.ndarray
     layer_index: np.ndarray | None = None

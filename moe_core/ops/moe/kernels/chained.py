@@ -1,8 +1,4 @@
-"""Both products of few tokens and their reduction in one launch. See `moe_core.ops.moe.fuse`.
-
-Programs draw ascending numbers: tiles of product 1, of product 2, of the reduction. A program waits only for lower
-numbers, which run or are done, and the lowest that runs waits for nobody. So all end in any order of execution.
-"""
+"""Both products of few tokens and their reduction in one launch. Programs draw numbers: see `moe_core.ops.moe.fuse`."""
 
 import triton
 import triton.language as tl

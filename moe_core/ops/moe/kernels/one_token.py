@@ -1,8 +1,4 @@
-"""A forward of one token in two launches. See `moe_core.ops.moe.fuse`.
-
-Every program of product 1 chooses the experts itself, which is faster than waiting for a routing launch. Programs of
-product 2, one per expert, share a tile of columns. The last to finish adds up the slots in the order of the reduction.
-"""
+"""A forward of one token in two launches, without a launch that routes. See `moe_core.ops.moe.fuse`."""
 
 import triton
 import triton.language as tl
@@ -42,8 +38,7 @@ def route_and_multiply(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 writes the results of `route_tokens`, the others compute a tile of product 1 each, as `matmul_ogs`.
-    num_blocks: one per expert."""
+    """Program 0 is `route_tokens`, the others compute a tile of product 1 each. num_blocks: one per expert."""
     router = Router(
         logits, correction_bias, token_mask, None, NUM_EXPERTS, TOP_K, SCORING, SOFTMAX_LAST, RENORMALIZE, SCALE,
         NUM_GROUPS, TOPK_GROUP, BY_EXPERT, BY_PAIR, BIAS_ON_LOGITS, BIAS_STRIDE, EPSILON, LOGIT_SCALE, SOFTCAP, GROUPS,
@@ -83,8 +78,7 @@ def multiply_and_reduce(
     BIAS_LAYER_STRIDE: tl.constexpr, TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile of product 2, then the sum. tile_counters: int32 zeros, one for each tile of columns. Other parameters as
-    in `matmul_ogs` and `reduce`."""
+    """A tile of product 2, then the sum. tile_counters: int32 zeros, one for each tile of columns."""
     block, tile = tile_of_program(tl.program_id(0), num_blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(schedule + 2 * block + 1)
     if expert >= 0:

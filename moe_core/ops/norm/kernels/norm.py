@@ -47,14 +47,7 @@ def rms_norm_backward(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """d_x, cast once, and fp32 products with the column sums d_weight. None: not wanted.
-
-    With f = (mean(x ** 2) + EPSILON) ** -0.5 and g = d_y * factors * SCALE:
-
-        d_x = f * (g - x * f ** 2 * mean(g * x)), products = d_y * x * f * SCALE
-
-    WEIGHT_FIRST, with z = x * factors and g = d_y * SCALE: d_z likewise, d_x = d_z * factors, products = d_z * x.
-    """
+    """d_x, cast once, and fp32 products with the column sums d_weight (None: not wanted). Formulas: the reference."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None]
     squares = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

@@ -1,8 +1,4 @@
-"""Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations, exactly.
-
-Bits of e2m1 and e4m3 move to bfloat16's sign, low exponent and high mantissa bits. A product with a power of two
-completes the exponent and makes numbers of denormal codes.
-"""
+"""Decode e2m1, e4m3, unsigned integers with zero points, and e8m0 scales by bit operations, exactly."""
 
 import triton
 import triton.language as tl
@@ -188,8 +184,7 @@ def cast_to(numbers, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(numbers, scale, zero, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
-    """(number - zero) * scale, cast once. Only unsigned elements have zero points. SCALING `into_weight` applies
-    scales, fp32 or bfloat16 powers of two (an exact product)."""
+    """(number - zero) * scale, cast once. SCALING `into_weight` applies scales that are fp32 or powers of two."""
     if (ELEMENT == "uint8") or (ELEMENT == "uint4"):
         numbers = numbers - zero.to(tl.bfloat16)
     if SCALING != "into_weight":

@@ -1,9 +1,4 @@
-"""Quantise rows of activations to codes and scales, with the bits of `moe_core.ops.quantize.reference`.
-
-Each step rounds once: true division, then half to even on the bits of fp32, because not every architecture converts to
-fp8. If it does, `e4m3_quotient` gives the same bits faster. Magnitudes are compared as integers, so NaN and infinity
-are the largest. A group with one has the scale NaN and codes of zero.
-"""
+"""Quantise rows of activations with the bits of `moe_core.ops.quantize.reference`: fp32, each step rounded once."""
 
 import triton
 import triton.language as tl

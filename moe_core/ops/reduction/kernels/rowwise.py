@@ -70,8 +70,7 @@ def gather_rows(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, Y_STRIDE: tl.constexpr, NUMBERS: tl.constexpr,
     Y_WORDS: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = x[slot_of_row[row] // TOP_K], zeros without a slot. table: int32 `[rows, NUMBERS]`, copied behind rows,
-    from word FIRST of Y_WORDS on."""
+    """y[row] = x[slot_of_row[row] // TOP_K], 0 without a slot. table int32 `[rows, NUMBERS]`: copied behind rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = tl.load(slot_of_row + rows, mask=rows < num_rows, other=-1)

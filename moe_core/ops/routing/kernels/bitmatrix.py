@@ -58,10 +58,7 @@ def unpack(
     bitmatrix, ids, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids `[T, K]` of set bits, ascending, at cumsum(bits) - 1 if that is below K. Other places get -1.
-
-    Example, E = 4, word 0b0101, K = 3: [0, 2, -1]. K = 1: [0].
-    """
+    """Write the ids `[T, K]` of set bits, ascending, else -1. E = 4, word 0b0101: K = 3 [0, 2, -1], K = 1 [0]."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (tokens < num_tokens)[:, None]
     experts = tl.arange(0, EXPERTS)[None, :]

@@ -1,8 +1,6 @@
 """Ragged layouts: a stable counting sort of slots by expert, without atomics and without the host.
 
-Few slots: all programs of `layout_at_once` count every slot. Many: `count_blocks`, or `topk.route` while routing,
-counts the slots of each block. Every program of `place_blocks` then adds up all counts and places the slots of its
-block, and a few more programs write arrays that depend on the sums only.
+Few slots: `layout_at_once`. Many: `count_blocks`, or `topk.route` while routing, then `place_blocks`.
 """
 
 import triton
@@ -95,8 +93,7 @@ def rank_slots(local, before):
 
 @triton.jit
 def group_rows(sizes, groups):
-    """Return the rows of each group with padding, `[EXPERTS]`. Example, sizes [3, 0, 2], ALIGNMENT 4: [4, 0, 4].
-    max_rows 3: [3, 3, 3]."""
+    """Return the rows of each group with padding. Sizes [3, 0, 2], ALIGNMENT 4: [4, 0, 4]; max_rows 3: [3, 3, 3]."""
     if groups.max_rows is not None:
         experts = tl.arange(0, sizes.shape[0])
         return tl.where(experts < groups.NUM_EXPERTS, groups.max_rows, 0)

@@ -12,12 +12,10 @@ def layout_of_runs(
     """Program (source, expert) places one run of rows that arrived by source, then local expert. All share unfilled
     rows.
 
-        first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
-        ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
+    first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
+    ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
 
-    A source's rows begin at source * stride, or (stride None) at the end of the source ahead. Runs are cut at num_rows
-    and at the next source. Example, counts [[1, 2], [2, 0]]: first [[0, 1], [3, 5]], row [[0, 3], [1, 5]], slot_of_row
-    [0, 3, 4, 1, 2].
+    Stride, cuts and outputs are those of `plan_layout_of_runs`.
     """
     source, expert = tl.program_id(0), tl.program_id(1)
     sources, experts = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]

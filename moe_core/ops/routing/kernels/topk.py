@@ -34,8 +34,7 @@ def topk_keys(scores):
 
 @triton.jit
 def key_scores(keys):
-    """Return the fp32 scores of keys (0.0 for both zeros, NaN for NAN_KEY). The flip of `topk_keys` is its own
-    inverse."""
+    """Return the fp32 scores of keys (0.0 for both zeros, NaN for NAN_KEY), by the flip of `topk_keys`."""
     scores = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(keys == NAN_KEY, float("nan"), scores)
 
@@ -123,8 +122,7 @@ def row_sum(x):
 
 @triton.jit
 def column_experts(router, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Return (expert of each of WIDTH columns from FIRST on, True if it is real). Groups are padded to MEMBERS
-    columns."""
+    """Return (experts of WIDTH columns from FIRST on, True if real). Groups are padded to MEMBERS columns."""
     NUM_GROUPS: tl.constexpr = router.NUM_GROUPS
     columns = FIRST + tl.arange(0, WIDTH)
     group, member = columns // router.MEMBERS, columns % router.MEMBERS
