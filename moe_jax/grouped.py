@@ -35,7 +35,7 @@ def ragged_dot(
     group_offset: Array | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Multiply consecutive groups of rows with their matrices: `jax.lax.ragged_dot`.
+    """Multiply consecutive groups of rows with their matrices, to `[M, N]`: `jax.lax.ragged_dot`.
 
     lhs and rhs have reverse-mode gradients of any order. Sums are fp32 with one cast. Rows outside of the groups are
     zeros.
@@ -49,9 +49,6 @@ def ragged_dot(
         preferred_element_type: dtype of the result, bf16, fp16 or fp32. None: that of lhs.
         group_offset: int32 `[1]`, the group that the first matrix of rhs belongs to.
         out_sharding: None. On a mesh the rows of lhs are split over its axes, with whole rhs, as in `moe`.
-
-    Returns:
-        `[M, N]`.
 
     Raises:
         Unsupported: for other precisions, and an out_sharding.
@@ -79,10 +76,7 @@ def ragged_dot_general(
 
     Axes of lhs, and of rhs in the second form, may be swapped, which transposes the array first.
 
-    Args:
-        ragged_dot_dimension_numbers: they choose the form.
-
-    Other arguments, gradients and errors are as in `ragged_dot`.
+    ragged_dot_dimension_numbers choose the form. Other arguments, gradients and errors are as in `ragged_dot`.
     """
     _refuse_sharding(out_sharding)
     numbers = ragged_dot_dimension_numbers

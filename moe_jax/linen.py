@@ -85,9 +85,7 @@ class MoE(nn.Module):
     `nn.logical_axis_rules` without these names.
 
     Attributes:
-        dtype: of the computation and of y. None: the promotion of x and the parameters.
-        param_dtype: of new parameters.
-        kernel_init: draws one matrix `[inputs, outputs]` at a time.
+        dtype: of the computation and of y. None: the promotion of x and the parameters. param_dtype: of new parameters.
         num_layers: None, or L for a stack `[L, ...]`.
         lora: adapters of the experts. With a dropout, calls need an rng `dropout`: evaluate
             `layer.clone(lora=dataclasses.replace(layer.lora, dropout=0))`.
@@ -266,10 +264,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> Explanation:
-        """See `moe_jax.layers.explain`. variables: arrays or ShapeDtypeStructs. None: those of `init`.
-
-        With variables also `moe_jax.layers.explain_mesh`, for several devices.
-        """
+        """See `moe_jax.layers.explain`; with variables (else those of `init`) also `moe_jax.layers.explain_mesh`."""
         options = self._planned_for(variables)
         plan, parameters = layers.explain(self.spec, tokens, **options, training=training), options["parameters"]
         if parameters is None:

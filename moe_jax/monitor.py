@@ -1,20 +1,8 @@
 """Write what a training's routers do: load, dropped tokens, losses, gradient norms, tokens per second.
 
-    monitor = Monitor(SummaryWriter("runs/moe"), every=50)
-
-    @partial(jax.jit, static_argnames="due")
-    def train_step(parameters, batch, due):
-        (loss, observed), gradients = jax.value_and_grad(observe(loss_of), has_aux=True)(parameters, batch)
-        ...
-        return parameters, loss, (observed, gradient_norms(gradients, due))
-
-    for batch in batches:
-        parameters, loss, seen = train_step(parameters, batch, monitor.due)
-        monitor.step(*seen)
-
-A static `due` compiles the step twice. A traced one makes every step wait for the host: 4 % of a step on an H200.
-`moe_core.monitor` says what the values are. A function's results are counted once, however often a checkpoint or a
-backward runs it again. With gradient accumulation, call `add` for each part of a step but the last.
+`moe_core.monitor` says what the values are, docs/user/watch.md how to write them. A function's results are counted
+once, however often a checkpoint or a backward runs it again. With gradient accumulation, call `add` for each part of a
+step but the last.
 """
 
 from __future__ import annotations
@@ -53,9 +41,7 @@ class Monitor:
     Args:
         writer: a SummaryWriter of TensorBoard or Flax, wandb or a run of it, or a function of (values, step). None:
             writes nothing.
-        every: steps between two writings.
-        prefix: of the tags.
-        per_layer: also each layer's values, with histograms.
+        every: steps between two writings. per_layer: also each layer's values.
         names: of the layers, in the order that they run. None: their numbers. With the paths of gradients, such as
             `blocks.0.moe`, norms and loads of a layer stand together.
 
@@ -106,10 +92,7 @@ class Monitor:
     def step(
         self, observed: Sequence[Observed], norms: Any = None, *, step: int | None = None
     ) -> dict[str, Any] | None:
-        """Count the end of a step. Returns what it wrote, or None if it did not.
-
-        norms: of `gradient_norms`. step: its number for the writer. None: calls so far.
-        """
+        """Count the end of a step (number None: calls so far) with `gradient_norms`. Returns what it wrote, or None."""
         self.add(observed)
         self.steps += 1
         if self.steps % self._every:

@@ -1,21 +1,9 @@
 """The Mixture-of-Experts layer for Flax NNX. Names, shapes and casts: `moe_jax.layers`.
 
-    layer = MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
-    y = layer(x)                                    # x [..., 512]
-    y, aux = layer(x, return_aux=True)
-
 Compile with `jax.jit`, or `nnx.jit(graph_updates=False)`: plain `nnx.jit` copies every parameter in each call.
 
-For a scan over layers, make one MoE with num_layers=L and pass each call its layer. Weights in the compute dtype are
-then read in place. Layers that are scanned as usual have axis 0, the stack None:
-
-    stack = MoE(512, 1024, 8, 2, num_layers=24, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
-    @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
-    def step(stack, x, index):
-        return x + stack(x, layer_index=index)
-
-    y = step(stack, x, jnp.arange(24))
+For a scan over layers, make one MoE with num_layers=L and pass each call its layer (examples/flax_layer.py). Weights in
+the compute dtype are then read in place. In `nnx.scan` layers that are scanned as usual have axis 0, the stack None.
 
 Quantised experts: `MoE(..., experts=ExpertsSpec(scheme=scheme_named("mxfp4_w4a16")))`, or a checkpoint's,
 `MoE.from_weights(LayerWeights.from_checkpoint(layer))`. Their arrays are `QuantizedArray`s, no nnx.Params.
@@ -86,9 +74,7 @@ class MoE(AdaptedLayer):
     Raises InvalidInput, also for rules without these names.
 
     Args:
-        dtype: of the computation and of y. None: the promotion of x and the parameters.
-        param_dtype: of new parameters.
-        kernel_init: draws one matrix `[inputs, outputs]` at a time.
+        dtype: of the computation and of y. None: the promotion of x and the parameters. param_dtype: of new parameters.
         num_layers: None, or L for a stack `[L, ...]`.
         lora: adapters of the experts, see `add_lora`.
         logical_axes: names of the parameters' axes (`out_sharding`). Under a mesh with `nnx.logical_axis_rules` for

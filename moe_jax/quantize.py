@@ -62,10 +62,7 @@ def quantize(weight: Array, format: Format, *, layout: str = "out_in") -> Quanti
 
 
 def dequantize(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype (bf16, fp16 or fp32).
-
-    Computes as `quantize` does.
-    """
+    """The numbers of a quantised tensor in its layout: code x scale in fp32, cast to dtype. Computes as `quantize`."""
     require_type("tensor", tensor, QuantizedTensor)
     to_device, _ = _on_host("dequantize", "tensor.values", tensor.values)
     on_host = map_arrays(tensor, lambda array: _on_host("dequantize", "an array of tensor", array)[1])

@@ -1,12 +1,6 @@
 """Record which experts every token visits, and play it back, in any JAX function with MoE layers on Moebius.
 
-Both transform a function, also under `jit`. They see every MoE layer in call order:
-
-    y, layers = jax.jit(capture(model))(x)                  # one LayerRouting per layer, arrays of JAX
-    RoutingTrace(layers).save("routing.safetensors")
-
-    trace = RoutingTrace.load("routing.safetensors")        # perhaps captured by moe_torch.trace
-    y = jax.jit(replay(model))(trace.layers, x)
+Both transform a function, also under `jit` (docs/user/layers.md). They see every MoE layer in call order.
 
 A layer inside a further transformation (an inner `jit`, the body of a scan, `checkpoint`, `vmap`, `shard_map`) raises
 InvalidInput. Apply them inside there. A scan then stacks what its body captures, and splits a stack to replay:
@@ -181,10 +175,7 @@ _in_place_of.defjvp(lambda arrays, tangents: (_in_place_of(*arrays), tangents[0]
 
 
 def watched(replayable: Callable[..., MoEOutput], weigh: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorate the op `moe` so that capture and replay see its calls. replayable also takes `replayed`, a Routing.
-
-    weigh: the router's weights of ids, from (x, routing, spec, token_mask, ids).
-    """
+    """Decorate `moe` for capture and replay; replayable takes `replayed`, a Routing. weigh: weights of ids."""
 
     def decorate(moe: _Function) -> _Function:
         @functools.wraps(moe)

@@ -1,10 +1,4 @@
-"""Tunix's `MoELayer` of its Qwen3 models on our layer: the same arguments, parameters, checkpoints and results.
-
-    from tunix.models.qwen3 import model
-    model.MoELayer = moe_jax.tunix.MoELayer    # before a model is built
-
-Checked against Tunix 0.1.7, with its `PeftTrainer`.
-"""
+"""The Qwen3 `MoELayer` of Tunix 0.1.7 on our layer, with its arguments and results. See docs/user/migration.md."""
 
 from __future__ import annotations
 

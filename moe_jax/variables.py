@@ -15,10 +15,7 @@ from moe_jax.layers import qwix
 
 
 class CorrectionBias(nnx.Variable):
-    """The router's correction bias fp32 `[E]`, state without a gradient. After a step:
-
-    `bias.set_value(update_correction_bias(bias.get_value(), tokens_per_expert, rate))`.
-    """
+    """The router's fp32 bias `[E]`, without a gradient. `update_correction_bias` gives its value after a step."""
 
 
 class TokenTable(nnx.Variable):

@@ -25,12 +25,8 @@ __all__ = ["MonitorCallback"]
 class MonitorCallback(Callback):
     """`Trainer(callbacks=[MonitorCallback()])`: a `moe_torch.monitor.Monitor` of the LightningModule.
 
-    Norms are of gradients before Lightning clips them. Raises InvalidInput without a writer and a logger, and
-    Unsupported for several optimizers.
-
-    Args:
-        writer: as for Monitor. None: the trainer's logger.
-        options: of Monitor.
+    Norms are of gradients before Lightning clips them. writer None: the trainer's logger. Raises InvalidInput without
+    either, and Unsupported for several optimizers.
     """
 
     def __init__(self, writer: Any = None, **options: Any) -> None:

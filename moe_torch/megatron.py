@@ -1,10 +1,4 @@
-"""A MoE layer of Megatron-Core on our experts and exchange.
-
-    spec = get_gpt_layer_local_spec(num_experts=8, ...)
-    spec.submodules.mlp = moe_torch.megatron.moe_layer_spec()
-
-Checked against megatron-core 0.16.1.
-"""
+"""A MoE layer of Megatron-Core 0.16.1 on our experts and exchange, see docs/user/migration.md."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Write what a training's routers do: load, dropped tokens, losses, gradient norms, tokens per second.
 
-    monitor = Monitor(model, SummaryWriter("runs/moe"), every=50)
-    for batch in batches:
-        model(batch).loss.backward()
-        optimizer.step()
-        monitor.step()          # behind the backward, and ahead of zero_grad
-        optimizer.zero_grad()
-
 `moe_torch.transformers.MonitorCallback` calls it for transformers' Trainer, `moe_torch.lightning.MonitorCallback` for
-Lightning. `moe_core.monitor` says what the values are.
+Lightning. `moe_core.monitor` says what the values are, docs/user/watch.md how to call it.
 """
 
 from __future__ import annotations
@@ -49,10 +42,7 @@ class Monitor:
         model: any module with such layers.
         writer: TensorBoard's SummaryWriter, wandb or a run of it, a logger of Lightning, or a function of (values,
             step). None: writes nothing, as on ranks other than 0.
-        every: steps between two writings.
-        prefix: of the tags.
-        per_layer: also each layer's values, with histograms.
-        gradients: also norms of gradients.
+        every: steps between two writings. per_layer, gradients: also each layer's values, norms of gradients.
         group: ranks with tokens of their own. None: all, if torch.distributed is initialised.
 
     Raises:

@@ -108,7 +108,7 @@ def route(
     token_mask: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose each token's experts and their weights from logits.
+    """Choose each token's experts, ids int32 `[T, K]`, and their weights, fp32 `[T, K]`, from logits.
 
     Args:
         logits: fp32 `[T, E]`.
@@ -117,9 +117,6 @@ def route(
         token_mask: bool `[T]`. False tokens get ids -1 and weights 0.
         ids: integers `[T, K]`, distinct experts chosen elsewhere. The weights follow this order, and their logits get
             the gradient. A token with an id outside [0, E) gets ids -1 and weights 0.
-
-    Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`.
 
     Raises:
         InvalidInput: K > E, groups that do not fit E, or ids with a correction bias.

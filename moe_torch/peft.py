@@ -1,8 +1,4 @@
-"""PEFT's LoRA of experts, on our op.
-
-    moe_torch.transformers.use(model)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...]))
-    moe_torch.peft.native(model)
+"""PEFT's LoRA of experts, on our op, see docs/user/lora.md.
 
 PEFT adds scale B A to the whole weight in every forward. Here the op adds products of the factors to those of the
 weights in one sum, so that a call makes no copy of the weights and a backward no gradient of their size. Everything
@@ -154,10 +150,7 @@ def _is_ours(experts: Any) -> bool:
 
 
 class Native:
-    """What `native` changed. Leaving it as a context manager gives the model back to PEFT.
-
-    wrappers: number of PEFT's wrappers that run on Moebius.
-    """
+    """What `native` changed, a context manager that gives it back. wrappers: number of PEFT's that run on Moebius."""
 
     def __init__(self, changed: list[Any], wrappers: int) -> None:
         self._changed, self.wrappers = changed, wrappers

@@ -1,7 +1,4 @@
-"""Quantise, dequantise and prepack torch tensors on their device, with the bits of the core's references.
-
-Operations of torch quantise weights, one matrix at a time, in fp32 with one rounding each, half to even.
-"""
+"""Quantise, dequantise and prepack tensors on their device, one matrix at a time, with the references' bits."""
 
 from __future__ import annotations
 
@@ -64,8 +61,6 @@ def quantize(weight: torch.Tensor, format: Format, *, layout: str = "out_in") ->
 
     Args:
         weight: bf16, fp16 or fp32 `[..., N, D]` (layout `out_in`) or `[..., D, N]` (`in_out`).
-        format: of weights.
-        layout: of weight.
 
     Raises:
         InvalidInput: another weight, or a shape that the format's padding rule refuses.

@@ -1,9 +1,4 @@
-"""The exchange of torchtitan's MoE layers: a dispatcher for its experts, activated by its overrides.
-
-    --override.imports moe_torch.torchtitan.exchange
-
-Checked against torchtitan 0.3.0.
-"""
+"""The exchange of MoE layers of torchtitan 0.3.0: a dispatcher for its experts. See docs/user/migration.md."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Record the experts that every token visits, and replay them, in any torch model with experts on Moebius.
 
-    with capture() as recording:
-        model(x)
-    recording.trace().save("routing.safetensors")
-
-    with replay(RoutingTrace.load("routing.safetensors")):   # perhaps captured by moe_jax.trace
-        model(x)
-
-Both see every MoE layer (`moe_torch.MoE`, also with experts on several ranks, `moe_torch.ops.moe`, the experts of
-transformers) in the block and its thread, in order, compiled models included. They do not see replayed CUDA graphs.
-Capturing a graph or exporting a program inside of the block raises Unsupported.
+Both (docs/user/layers.md) see every MoE layer (`moe_torch.MoE`, also with experts on several ranks,
+`moe_torch.ops.moe`, the experts of transformers) in the block and its thread, in order, compiled models included. They
+do not see replayed CUDA graphs. Capturing a graph or exporting a program inside of the block raises Unsupported.
 
 A replayed layer with a router still computes its logits for the losses. Its ids and weights are the trace's, and its
 token mask still holds. A layer that runs in stages has its live weights at these ids in MoEAux. If the caller of `moe`
@@ -105,7 +98,6 @@ def capture() -> Iterator[Recording]:
 def replay(trace: RoutingTrace | LayerRouting | Sequence[LayerRouting]) -> Iterator[None]:
     """Run the MoE layers in the block with the ids of a trace, and its weights if it has them, in order.
 
-    Args:
         trace: a RoutingTrace, or layers with torch tensors (`Recording.layers`).
 
     Raises:
@@ -322,8 +314,7 @@ def _weigh(logits: torch.Tensor, ids: torch.Tensor, token_mask: Any, spec: Route
 
 
 class _Observer(private.TorchDispatchMode):
-    """visit: runs a layer. player: of a replay. recomputes: of a checkpoint's backward, where other observers see
-    nothing."""
+    """visit: runs a layer. player: of a replay. recomputes: of a checkpoint's backward, which others do not see."""
 
     supports_higher_order_operators = True
 

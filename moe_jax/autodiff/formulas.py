@@ -1,7 +1,4 @@
-"""Ops in JAX's own operations, for forward mode and second derivatives. Values may differ in the last bits.
-
-fp32 throughout (float64 for float64), and one cast at the end. Choices, such as ids, are constants. Kinks follow torch.
-"""
+"""Ops in JAX's own operations, for forward mode and second derivatives. Values may differ in the last bits."""
 
 from __future__ import annotations
 

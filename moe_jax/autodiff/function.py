@@ -314,8 +314,7 @@ def more_rows(spec: Any, size: int) -> Any:
 
 
 def varying_alike(arrays: Iterable[Any]) -> list[Any]:
-    """Make arrays vary over the mesh axes of the results, as gradients under shard_map vary like their arrays. JAX sums
-    the gradients of arrays that did not."""
+    """Make arrays vary over the mesh axes of results, as gradients under shard_map do. JAX sums other gradients."""
     arrays = list(arrays)
     axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     every = frozenset().union(*axes)

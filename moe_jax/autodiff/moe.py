@@ -1,8 +1,4 @@
-"""The gradient of the composed op `moe`: one custom call forward, one backward.
-
-Gradients go through quantised experts, which are frozen. Reasons for refusals:
-`moe_core.ops.moe.checks.why_no_moe_gradient`.
-"""
+"""The gradient of the composed op `moe`: a custom call each way. Refusals: `moe_core.ops.moe.checks`."""
 
 from __future__ import annotations
 

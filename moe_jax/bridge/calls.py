@@ -1,7 +1,5 @@
-"""The one path from an op's arrays to a planned, jitted custom call.
-
-An op names its arrays once (`OpCall.array`, `OpCall.bundle`). `OpCall.run` plans and calls. Everything static is one
-hashable `Request`, so an eager op is a cached `jax.jit` call, and planning errors are raised unchanged, while tracing.
+"""The one path from an op's arrays to a planned, jitted custom call. `OpCall` names arrays, plans and calls. Everything
+static is one hashable `Request`, so that an eager op is a cached `jax.jit` call.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ class OpCall:
         return dataclasses.replace(value, **specs)  # type: ignore[type-var]
 
     def _quantized(self, name: str, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Record a quantised tensor's arrays and return the tensor of their specs. Checks the format, since pytree
-        libraries may build tensors around anything."""
+        """Record a quantised tensor's arrays and return the tensor of their specs, checked."""
         specs = {field: self.array(f"{name}.{field}", array) for field, array in bundles.named_fields(tensor)}
         for field in ("values", "scales"):
             if field not in specs:
@@ -266,10 +263,7 @@ _OPTIONAL = ("token_mask", "expert_map", "adapter_ids", "shared", "lora")
 def moe_request(
     x: Any, experts: Any, routing: Any, spec: Any, **optional: Any
 ) -> tuple[OpCall, tuple[Any, ...], dict[str, Any]]:
-    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad.
-
-    optional: token_mask, expert_map, adapter_ids, shared, lora.
-    """
+    """The call of `moe` for arrays or ShapeDtypeStructs, and its planner's arguments. Refuses spec.main_grad."""
     if unknown := [name for name in optional if name not in _OPTIONAL]:
         raise TypeError(f"moe takes {', '.join(_OPTIONAL)}, got {unknown[0]}; correct the name")
     require_type("experts", experts, bundles.ExpertWeights)

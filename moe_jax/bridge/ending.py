@@ -1,8 +1,4 @@
-"""Wait at exit for programs with callbacks that XLA's threads would otherwise run without an interpreter.
-
-On a CPU a call may return before its program ends. A callback that begins without Python ends the process: before
-Python 3.14, unwinding its thread through XLA's frames calls `std::terminate`. JAX waits only for its own callbacks.
-"""
+"""Wait at exit for programs with callbacks: XLA's threads would run them without an interpreter, and abort."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Refuse programs in which XLA would move arrays of a call unasked.
-
-Types of automatic axes hide how arrays are split, so only XLA's compiler knows it. An identity asks the compiler, which
-reports the error of its callback as a JaxRuntimeError. Programs to export are not compiled, and not asked.
+"""Refuse programs in which XLA would move arrays of a call unasked. Only its compiler knows how arrays on automatic
+axes are split: an identity asks it, and reports a JaxRuntimeError. Programs to export are not asked.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ def is_hidden(array: Any, mesh: AbstractMesh) -> bool:
 
 
 def stays(array: Any, spec: PartitionSpec, name: str, fix: str) -> Any:
-    """The array. Raises Unsupported in XLA's compiler if devices would need more of it than they hold.
-
-    spec: the parts that the call reads. fix: the end of the message.
-    """
+    """The array. Raises Unsupported in XLA's compiler if devices lack parts of it by spec. fix: ends the message."""
     entries = tuple(_names(entry) for entry in spec)
     return _bound(array, (*entries, *((),) * (array.ndim - len(entries))), name, fix)
 

@@ -42,10 +42,7 @@ def export_target(cuda: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_engine(kind: str) -> Iterator[None]:
-    """Choose the CPU engine inside a `with` block, `interpreter` or `reference`. jitted functions trace again in it.
-
-    With `moe_core.base.target.cpu_engine` JAX does not notice, and a function traced before keeps its plan.
-    """
+    """Choose the CPU engine inside a `with` block, `interpreter` or `reference`. jitted functions trace again in it."""
     with target.cpu_engine(kind), _cpu_engine(kind):
         yield
 

@@ -1,8 +1,4 @@
-"""Import tvm_ffi without torch, unless torch is imported already.
-
-tvm_ffi imports an installed torch, which takes seconds and 200 MB. It gets a stand-in without instances instead. When
-torch is imported later, it replaces the stand-in, and tvm_ffi sets up torch.
-"""
+"""Import tvm_ffi without torch, which takes seconds: it gets a stand-in, until torch itself is imported."""
 
 from __future__ import annotations
 

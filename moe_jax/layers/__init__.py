@@ -14,8 +14,6 @@ through them, unless the scheme also quantises activations. Prepacked ones are `
 x, matrices of experts and shared experts, and biases other than fp32 are cast to the compute dtype. Every call copies
 matrices it casts, so store them in the compute dtype (param_dtype). Gates and fp32 biases stay fp32, because one bit of
 a logit can choose another expert.
-
-Letters: L layers, T tokens (of all leading axes), K top-k, E experts, D d_model, F d_ff per expert.
 """
 
 from moe_jax.layers import description

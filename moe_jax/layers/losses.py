@@ -21,10 +21,7 @@ def router_losses(
     spec: RouterSpec,
     over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32 scalars, see `moe_core.ops.routing.reference_backward.router_losses`.
-
-    over: mesh axes of a shard_map. The mean over their ranks is then the loss of all tokens.
-    """
+    """(load-balancing loss, z-loss), fp32, as the reference. over: axes whose ranks' mean is all tokens'."""
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
     # Masked logits, which may be NaN, must not reach sums or derivatives.

@@ -1,7 +1,4 @@
-"""Translate Qwix's rules to schemes and adapters of a layer's experts. Qwix need not be installed.
-
-Qwix quantises operands of JAX's products, not the experts' matrices. So a layer requests the rule of the product `gmm`.
-"""
+"""Translate Qwix's rules (for the product `gmm`) to schemes and adapters of a layer's experts. Needs no Qwix."""
 
 from __future__ import annotations
 

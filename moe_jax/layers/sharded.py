@@ -38,10 +38,7 @@ from moe_jax.parallel.axis import ExpertAxis
 def expert_specs(
     spec: MoELayerSpec, axis: str = "ep", *, num_layers: int | None = None, prepacked: bool = False
 ) -> dict[str, Any]:
-    """PartitionSpecs of a layer's parameters, for example for `in_specs` of `jax.shard_map`.
-
-    Experts are split over the mesh axis, all else is whole. num_layers: of a stack.
-    """
+    """PartitionSpecs of a layer's or stack's parameters, experts split over axis, as for `in_specs` of `shard_map`."""
     every = leaves(spec, num_layers, prepacked)
     return nested((leaf.path, P(*(axis if split else None for split in _split(leaf)))) for leaf in every)
 
@@ -81,8 +78,7 @@ def _split(leaf: Leaf) -> list[bool]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Inside a shard_map. axis: of experts. over: of tokens, which losses and capacities cover. consecutive: as of a
-    Split."""
+    """Inside a shard_map. axis: of experts. over: of tokens, for losses and capacities. consecutive: as of a Split."""
 
     axis: ExpertAxis | None
     over: Names
@@ -90,10 +86,7 @@ class Ranks:
 
 
 def ranks_of(axis: ExpertAxis | None, arrays: Sequence[Any], *, eager: bool = True) -> Ranks | AbstractMesh | None:
-    """The ranks of the caller's shard_map over the expert axis, else the mesh to open one over. None: one device.
-
-    Raises InvalidInput for an axis that the mesh lacks.
-    """
+    """Ranks of the caller's shard_map over the expert axis, else the mesh to open one over. None: one device."""
     if axis is not None and axis.is_manual:
         return Ranks(axis, axis.over)
     current = jax.sharding.get_abstract_mesh()

@@ -44,8 +44,7 @@ def load_weights(
 def export_weights(
     parameters: Parameters, spec: MoELayerSpec, num_layers: int | None = None
 ) -> LayerWeights | list[LayerWeights]:
-    """LayerWeights of a layer's parameters, or one per layer of a stack, in their storage, as published if prepacked.
-    Arrays on a CPU are not copied."""
+    """LayerWeights of a layer's parameters, or of each in a stack, in their storage, not copied on a CPU."""
     if is_prepacked(parameters):
         parameters = restore_weights(parameters, spec, num_layers)
     fetched = {leaf.parameter.name: np.asarray(find(parameters, leaf.path)) for leaf in leaves(spec, num_layers)}

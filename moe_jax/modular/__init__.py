@@ -1,8 +1,5 @@
 """Fused MoE in replaceable parts, as pure functions: prepare, experts, finalize (docs/user/modular.md).
 
-    prepared = prepare(hidden_states, topk_weights, topk_ids)
-    output = fused_experts(prepared.a1q, w1, w2, topk_weights, topk_ids)
-
 Any function with the same arguments can replace one of these, for LoRA or a collective inside `jax.shard_map`. Public
 functions keep the published parameters except `inplace`: donate buffers in `jax.jit` instead.
 """

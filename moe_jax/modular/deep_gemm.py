@@ -159,10 +159,7 @@ def triton_or_deep_gemm_experts(
     e8m0: bool = False,
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """Run `deep_gemm_experts` if it is allowed and the sizes are valid, else `fused_experts` with `out_in`.
-
-    The rule: `moe_torch.modular.TritonOrDeepGemmExperts`.
-    """
+    """Run `deep_gemm_experts` if it is allowed and the sizes are valid, else `fused_experts`."""
     tokens = (hidden_states, w1, w2, topk_weights, topk_ids)
     arguments = (*tokens, activation, global_num_experts, expert_map, apply_router_weight_on_input)
     choice = contract.choose_experts(*_case(hidden_states, w1, w2, quant_config, allow_deep_gemm, e8m0))

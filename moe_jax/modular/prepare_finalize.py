@@ -19,8 +19,7 @@ from moe_jax.bridge.calls import int32_ids, require_array, require_type
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """A pytree. a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]` and
-    a layout."""
+    """A pytree. a1q: tokens `[M, K]`, or batched `[E, max_num_tokens, K]` with expert_num_tokens int32 `[E]`."""
 
     a1q: jax.Array
     expert_num_tokens: jax.Array | None = None

@@ -67,10 +67,7 @@ def finalize_and_norm(
     shared_output: jax.Array | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> FinalizedNorm:
-    """`finalize` slots `[M, topk, K]`, add shared_output and residual `[M, K]`, and RMS norm with norm_weight `[K]`.
-
-    Slots of negative ids add nothing. Rounded like `moe_torch.modular.finalize_and_norm`, which takes other operands.
-    """
+    """`finalize` slots `[M, topk, K]`, add shared_output and residual `[M, K]`, and RMS norm with norm_weight `[K]`."""
     weights, ids = as_routing(topk_weights, topk_ids)
     rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])
     if rows.shape[0] != ids.size or residual.shape != (ids.shape[0], rows.shape[1]):

@@ -17,11 +17,8 @@ from moe_jax.parallel.forward import Group
 class ExpertAxis:
     """The `expert_axis` of layers.
 
-    Args:
-        name: the mesh axis.
-        exchange: how rows travel.
-        tokens: mesh axes that split the batch, major first. Losses and capacities cover all their tokens. None: every
-            axis of the mesh, or only `name` inside the caller's `jax.shard_map`.
+    tokens: mesh axes that split the batch, major first. Losses and capacities cover all their tokens. None: every axis
+    of the mesh, or only `name` inside the caller's `jax.shard_map`.
     """
 
     name: str = "ep"

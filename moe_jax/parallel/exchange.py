@@ -1,7 +1,4 @@
-"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results and letters.
-
-G: groups of rows that a home sends (places or owners), G / W of them to each owner.
-"""
+"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results and letters."""
 
 from __future__ import annotations
 

@@ -58,7 +58,6 @@ def moe(
         spec: as for `moe_jax.moe`.
         axis_name: the mesh axis of the ranks, manual in the `shard_map`. Two axes, such as `("host", "local")`, are
             hosts and the ranks of each: a token then crosses to a host once.
-        placement: the experts of each rank.
         exchange: how rows travel. Buffers of `all_to_all` and blocks of `padded` hold the most rows there can be, or
             `receive`. `all_gather` sends every token to every rank.
         token_mask: bool `[T]`, as for `moe_jax.moe`.

@@ -1,8 +1,4 @@
-"""Dispatch and combine, each the other's backward, with gradients in a fixed order.
-
-Rows of tokens (backward: the output's gradient) go out, and rows of slots come home, added in the order k = 0..K-1,
-gradients in fp32.
-"""
+"""Dispatch and combine, each the other's backward. Rows of slots are added in the order k = 0..K-1."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from moe_jax.parallel.routes import Routes, Sizes, at_home, pull, push
 
 
 def dispatch(sizes: Sizes, routes: Routes, x: jax.Array, wide: jax.Array, weights: jax.Array) -> Any:
-    """(rows `[R, D]` of slots at their owners, their weights fp32 `[R, 1]`) of weights fp32 `[T, K]`. wide: see
-    `gather_rows`."""
+    """(rows `[R, D]` of slots, their weights fp32 `[R, 1]`) at their owners. wide: see `gather_rows`."""
     return _dispatch((sizes,), (wide, weights), (x, routes))
 
 

@@ -1,7 +1,4 @@
-"""Routes of rows between ranks: tokens go out, results of slots come home.
-
-An owner's op has K = 1 and one row per slot, whatever travelled.
-"""
+"""Routes of rows between ranks: tokens go out, results of slots come home. An owner's op has one row per slot."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ UNUSED = 0.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Static sizes of an exchange. axis_name: of hosts and the ranks of each, if spec has hosts. tokens: T, of each
-    rank."""
+    """Static sizes of an exchange. axis_name: of hosts and their ranks, if spec has hosts. tokens: T, of each rank."""
 
     axis_name: AxisName
     placement: Placement

@@ -1,6 +1,5 @@
-"""Dispatch and combine for schedules of micro-batches, inside `jax.shard_map`.
-
-XLA orders messages and products by what they need. Dispatch a micro-batch before the experts of the one before it.
+"""Dispatch and combine for schedules of micro-batches, inside `jax.shard_map`: dispatch one before the experts of the
+one before it, as XLA orders messages and products by what they need.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ from moe_jax.parallel.tensor import Brought
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrived:
-    """Rows of slots at their experts, a pytree.
-
-    rows `[R, D]`. ids int32 `[R, 1]`: places on this rank, -1 for unused rows. weights fp32 `[R, 1]`. overflow int32
-    `[1]`: rows of all ranks beyond a bound.
+    """Rows of slots at their experts, a pytree: rows `[R, D]`; ids int32 `[R, 1]`, places here, -1 for unused rows;
+    weights fp32 `[R, 1]`; overflow int32 `[1]`, rows of all ranks beyond a bound.
     """
 
     rows: jax.Array
@@ -75,11 +72,7 @@ def dispatch(
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, with the same T on all.
-        ids: integers `[T, K]`, experts of all E, -1 for none.
-        weights: `[T, K]`.
-        axis_name: as for `moe`.
-        placement: the experts of each rank.
-        exchange: how rows travel.
+        ids, weights: `[T, K]`, integers for experts of all E, -1 for none.
         token_mask: bool `[T]`, False for padding.
 
     Raises:
@@ -105,10 +98,7 @@ def dispatch(
 
 
 def combine(rows: jax.Array, arrived: Arrived) -> jax.Array:
-    """The sum of each token's results at home, `[T, D]`. See `dispatch`.
-
-    rows: `[R, D]`, of `arrived.rows` and their dtype, in their order. Raises InvalidInput.
-    """
+    """The sum of each token's results at home, `[T, D]`, from those of `arrived.rows`, `[R, D]`. See `dispatch`."""
     require_type("arrived", arrived, Arrived)
     rows = jnp.asarray(rows)
     if rows.shape != arrived.rows.shape or rows.dtype != arrived.rows.dtype:

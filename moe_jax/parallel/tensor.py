@@ -17,8 +17,7 @@ from moe_jax.autodiff.paired import paired
 
 
 class Brought(NamedTuple):
-    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, token_mask, and
-    adapter_ids int32 `[T]`."""
+    """x `[T, D]` without a gradient, wide fp32 `[T, D]` with it, ids int32, weights fp32 `[T, K]`, mask, adapters."""
 
     x: jax.Array
     wide: jax.Array
@@ -86,8 +85,7 @@ def _added(axis: str, parts: jax.Array, **options: Any) -> jax.Array:
 def total(
     axis: str, dtype: str, out_dtype: str, parts: jax.Array, shared: jax.Array | None, gate: jax.Array | None
 ) -> jax.Array:
-    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]`, gated by fp32 `[T, 1]`. See `combine`
-    for derivatives."""
+    """The sum `[T, D]` of all ranks' parts fp32 `[S, D]`, plus shared `[T, D]`, gated. Derivatives: `combine`."""
     return _total((axis, dtype, out_dtype), (parts,) if shared is None else (parts, shared), (gate,))
 
 

@@ -1,8 +1,7 @@
-"""The differentiation of operators: one autograd function, which follows a rule for each operator.
+"""One autograd function for all operators, which follows a rule for each. Second derivatives and `vmap` are refused.
 
-An operator's autograd layer gets a tensor that requires a gradient and calls this function. It runs the operator that
-the rule names, and later computes the rule's gradients, usually with one more operator. Compiled programs contain these
-two operators. Second derivatives and `torch.func.vmap` are refused.
+It runs the operator that the rule names, and later computes the rule's gradients, usually with one more operator.
+Compiled programs contain these two operators.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 
 
 class Rule:
-    """The differentiation of one operator. Names are names of its tensors.
+    """The differentiation of one operator, by names of its tensors. Tensors that are not differentiable are constants.
 
-    Args:
-        operator: the operator.
-        differentiable: tensors that may require a gradient. All others are constants.
-        forward: the operator that runs. Its results begin with the results of `operator`.
+    forward: the operator that runs. Its results begin with those of `operator`.
     """
 
     flowing: Sequence[int] | None = (0,)

@@ -40,10 +40,7 @@ def main_grads(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def destination(node: Any) -> str:
-    """Return the destination of the gradient that flows to a node in the current backward.
-
-    `weight`: the tensor, as in `backward()`. `caller`: `autograd.grad` returns it. `nowhere`: it is for other tensors.
-    """
+    """The destination of a node's gradient: `weight` in `backward()`, `caller` in `autograd.grad`, or `nowhere`."""
     try:
         return "weight" if private.executes(node) else "nowhere"
     except RuntimeError:  # So it answers for a leaf that autograd.grad captures.

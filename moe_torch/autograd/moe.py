@@ -1,8 +1,4 @@
-"""The gradient of the composed operator `moe`, and so of everything made of it.
-
-Gradients flow through the matrices of quantised experts, which are frozen. Reasons for refusals:
-`moe_core.ops.moe.checks.why_no_moe_gradient`.
-"""
+"""The gradient of the composed operator `moe`. Refusals: `moe_core.ops.moe.checks.why_no_moe_gradient`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The gradients of the stage ops: `router`, `rms_norm`, `route`, `route_rounded`, `matmul_ogs`, `gather_rows`,
-`activation`, `reduce`.
-
-Each op saves its arguments (`route` its ids, too) and later runs one operator for the requested gradients. `reduce`
-copies rows with torch's operations.
-"""
+"""The gradients of the stage ops. Each saves its arguments and runs one operator for the requested gradients."""
 
 from __future__ import annotations
 

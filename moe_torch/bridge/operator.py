@@ -51,13 +51,10 @@ Outputs = list[tuple[tuple[Any, ...], torch.dtype]]
 
 
 class Operator(Generic[_Parameters, _Result]):
-    """One operator of the namespace `moebius`.
+    """An operator of the namespace `moebius`, by the function or Signature that declares its name and arguments.
 
-    Args:
-        declaration: the function or Signature that declares its name and arguments.
-        planner: makes the plan from ArraySpecs and options by name, and the target.
-        shapes: shape and dtype of every output, from an object with tensors and options as attributes. Sizes may be
-            symbolic.
+    planner: makes the plan from ArraySpecs and options by name, and the target. shapes: of every output, with dtypes,
+    from an object with tensors and options as attributes. Sizes may be symbolic.
     """
 
     _runs_plan_alone = True
@@ -255,15 +252,11 @@ class Operator(Generic[_Parameters, _Result]):
         return self.pack([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
     def define_gradient(self, names: Collection[str], gradient: Callable[..., Any]) -> None:
-        """Let `gradient(*arguments)` run calls with a tensor of these names that requires a gradient.
-
-        Other tensors that require one count as constants.
-        """
+        """Let `gradient(*arguments)` run calls where one of these tensors requires a gradient. Others are constants."""
         self._differentiable, self._gradient = names, gradient
 
     def _run_autograd(self, *arguments: Any) -> Any:
-        """Calls the gradient if a tensor requires one, else the layer below. The dispatch keys are the first argument
-        if torch has no guard that leads below."""
+        """Calls the gradient if a tensor requires one, else the layer below, which dispatch keys may name."""
         keys, arguments = (None, arguments) if private.BelowAutograd else (arguments[0], arguments[1:])
         if self._asks_for_gradient(arguments):
             if private.transforming():

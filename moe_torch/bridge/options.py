@@ -1,8 +1,4 @@
-"""Options of the operators as one canonical string, in eager code and under torch.compile.
-
-Dispatcher schemas take primitives, so specs are passed as text. Under `torch.compile` the text is a constant of the
-graph that changes exactly when the spec's values do.
-"""
+"""Options of the operators as one canonical string, which under `torch.compile` is a constant of the graph."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ _MISSES = 8
 
 
 class _Seen:
-    """The arguments of a call, and its plan. A like call has tensors with the same metadata at the same indices, and
-    last addresses equal to `fixed`."""
+    """A plan, and the metadata by which a like call's tensors are known, and last addresses equal to `fixed`."""
 
     __slots__ = ("absent", "asks", "fixed", "is_like", "misses", "pointers", "ready", "tail", "target", "tensors")
 

@@ -29,10 +29,7 @@ _RETURNS: dict[Any, int | None] = {torch.Tensor: 1, type(None): 0, list[torch.Te
 
 
 def fields_of(kind: type, bundle: str = "", *, without: Sequence[str] = (), optional: bool = False) -> tuple[str, ...]:
-    """List the arrays of a bundle's class in the notation of `Signature`: `experts.gate_up`, `experts.up?`, ...
-
-    bundle: the name before the dot, if any. without: names to leave out. optional: all may be None.
-    """
+    """List the arrays of a bundle's class as `Signature` names them: `experts.gate_up`, `experts.up?`, ..."""
     dot = "." if bundle else ""
     fields = [(f"{bundle}{dot}{name}", required and not optional) for name, required in array_fields(kind)]
     return tuple(name if required else f"{name}?" for name, required in fields if name not in without)
@@ -139,10 +136,7 @@ class Signature:
     def keywords(
         self, tensors: Sequence[Any], options: Sequence[Any], build: Callable[..., QuantizedTensor] = QuantizedTensor
     ) -> dict[str, Any]:
-        """Return tensors and options by name, with bundles built from their fields.
-
-        build: `QuantizedTensor.unchecked` for tensors of transformations or symbolic shapes, which a check would fix.
-        """
+        """Tensors and options by name, bundles built. build: `QuantizedTensor.unchecked` for what no check may see."""
         values: dict[str, Any] = dict(zip(self._options, options, strict=True))
         formats: Any = iter(values.pop("formats", ()))
         flat, bundles = iter(tensors), {}

@@ -19,10 +19,7 @@ _MODULES = ("integrations.hub_kernels", "integrations.mxfp4", "quantizers.quanti
 
 
 class Served:
-    """The result of `serve_transformers`. Leave it as a context, or call `undo`, to let transformers use its hub again.
-
-    package: the module that transformers gets, of Triton 3.5's interface.
-    """
+    """The result of `serve_transformers`, to leave as a context or `undo`. package: of Triton 3.5's interface."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -47,9 +44,6 @@ class Served:
 
 def serve_transformers() -> Served:
     """Run transformers' mxfp4 integration on our ops, without its hub, a GPU or the package `kernels`.
-
-        with moe_torch.compat.serve_transformers():
-            model = AutoModelForCausalLM.from_pretrained(name, quantization_config=Mxfp4Config())
 
     Covers gpt-oss models that are quantised while they load, or were saved quantised. `Mxfp4Config(dequantize=True)`
     stays transformers'. On a CPU, models stay quantised without `use_kernels`. Raises Unsupported if transformers lacks

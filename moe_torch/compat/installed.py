@@ -27,10 +27,7 @@ _installed: dict[str, ModuleType] = {}
 
 
 class Installed:
-    """The result of `install`. Leave it as a context, or call `uninstall`, to undo the installation.
-
-    package: the module that `import triton_kernels` finds, with all of its modules as attributes.
-    """
+    """The result of `install`, to leave as a context or `uninstall`. package: what `import triton_kernels` finds."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -44,9 +41,6 @@ class Installed:
 
 def install(generation: str = "3.8") -> Installed:
     """Serve `import triton_kernels` and its modules with our ops, for code that imports them from now on.
-
-        with moe_torch.compat.install(generation="3.8"):
-            import their_layers
 
     generation: `3.5` or `3.8`. The same one may be installed again. Raises InvalidInput if another `triton_kernels`, or
     another generation, is imported already: code that holds its names would keep them.

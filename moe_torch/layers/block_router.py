@@ -22,10 +22,7 @@ class BlockRouter:
         self.bias, self.bias_dtype = ((), torch.float32) if bias is None else (bias.names, bias.dtype)
 
     def ids(self, layer: Any, rows: torch.Tensor) -> torch.Tensor:
-        """The block's choice int64 `[T, K]` for rows `[T, D]`.
-
-        Raises Unsupported if its router does not return it, or is not all that makes the layer's logits.
-        """
+        """The block's choice int64 `[T, K]` for rows `[T, D]`. Raises Unsupported if its router does not tell it."""
         if has_own_call(layer.router) or (layer.lora is not None and "router" in layer.lora.options.targets):
             raise Unsupported(
                 "block_router must be False where layer.router has an adapter, a hook or another forward, which the "

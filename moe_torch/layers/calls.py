@@ -22,8 +22,7 @@ Held = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
 
 def held_arrays(modules: Any, places: Sequence[tuple[Any, ...]]) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """Return each part with its arrays, and the positions in the order of `tensors_of`. places: (position, part,
-    names)."""
+    """Each part with its arrays, and their positions in the order of `tensors_of`. places: (position, part, names)."""
     held, order = [], [0]
     for part in dict.fromkeys(part for _, part, *_ in places):
         flat = [(position, path[0]) for position, other, *path in places if other == part and len(path) == 1]
@@ -66,10 +65,7 @@ def seen_output(key: str, tensors: list[Any]) -> torch.Tensor | None:
 
 
 def output_of(layer: Any, x: torch.Tensor, arrays: list[Any], key: str, tensors: list[Any] | None) -> torch.Tensor:
-    """Return the operator's first output, in the shape of x, finished by the layer.
-
-    arrays: the operator's, `rows_of` x first. tensors: see `tensors_of`. None: do not remember this call.
-    """
+    """The operator's first output, shaped like x, finished by the layer. tensors None: do not remember this call."""
     operator, options, finish = layer._operator, layer._options, layer.output
     output = call_first(operator, (*arrays, options))
     if tensors is not None and not output.requires_grad:

@@ -11,10 +11,7 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast(tensor: Any, name: str = "x") -> Any:
-    """Cast a tensor as `torch.autocast` does for torch.nn.Linear.
-
-    name: of a parameter. float32 biases, a gate, and other than plain floating-point tensors stay as they are.
-    """
+    """Cast a parameter as `torch.autocast` does for torch.nn.Linear, but no float32 bias, gate or quantised tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST_DTYPES or name == "gate":
         return tensor
     kind = autocast_device(tensor)

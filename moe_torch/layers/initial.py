@@ -57,10 +57,8 @@ def _draw_experts(tensor: Any, std: float) -> None:
 
 
 def share_out(layer: Any, expert_parallel: Any, device: torch.device | str | None) -> None:
-    """Give a layer on `meta` memory for this rank's experts.
-
-    expert_parallel: an ExpertParallel, or its DeviceMesh of one axis. Raises InvalidInput for others, or for another
-    device.
+    """Give a layer on `meta` memory for this rank's experts. expert_parallel: an ExpertParallel, or its DeviceMesh of
+    one axis.
     """
     # A layer of one process does not import torch.distributed.
     from moe_torch.layers.parallel import parallelize

@@ -1,8 +1,4 @@
-"""Operators of optimizers, clipping and averages on lists that mix whole tensors and parts of ranks.
-
-Elementwise operators run on this rank's parts. Norms, and checks for infinite gradients, are of all ranks' parts: every
-rank calls them.
-"""
+"""Operators on lists of whole tensors and parts of ranks. Norms and checks for infinity are of all ranks' parts."""
 
 from __future__ import annotations
 

@@ -78,19 +78,13 @@ class MoE(PlannedLayer):
     scheme also quantises activations, gradients raise Unsupported.
 
     Args:
-        d_model: D.
-        d_ff: F, per expert, after gating.
-        num_experts: E.
-        top_k: K.
+        d_model, d_ff, num_experts, top_k: D, F per expert after gating, E and K.
         router: makes ids and weights from logits. Its top_k may be left out.
-        experts: activation, biases and storage.
-        shared_experts: None: none.
         device: of the parameters; `meta` needs `to_empty`, and then weights or `reset_parameters`.
         dtype: bfloat16, float16 or float32, and on a CPU float64, to check gradients.
         expert_parallel: a DeviceMesh of one axis, or a `moe_torch.parallel.ExpertParallel`.
 
-    Raises:
-        InvalidInput: options that contradict each other.
+        Raises InvalidInput for options that contradict each other.
     """
 
     router: RouterParameters

@@ -25,10 +25,7 @@ from moe_torch.quantize import prepack_weights, restore_weights, tile
 
 
 class QuantizedMatrix(torch.nn.Module):
-    """The arrays of a quantised matrix, as buffers: values, scales and zero_points (None if the format has none).
-
-    They move with the module and keep their dtypes. Prepacked ones are tiled; a state_dict has the published layout.
-    """
+    """The arrays of a quantised matrix as buffers, which keep their dtypes. A state_dict has the published layout."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -107,10 +104,7 @@ def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 class ParameterGroup(torch.nn.Module):
-    """The arrays of one part of a layer. Its forward is called only if something needs the call (`has_own_call`).
-
-    NAMES: every array the part can have, None if absent. trained: parameters require a gradient.
-    """
+    """The arrays of one part of a layer, by NAMES, None if absent. trained: parameters require a gradient."""
 
     NAMES: ClassVar[tuple[str, ...]]
     #: The layer sets both.
@@ -200,10 +194,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         return ops.router(input, self.weight, bias=self.bias, spec=self.spec.logits_spec())
 
     def scaled(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Multiply weights `[T, K]` by the scales of the experts ids `[T, K]`; -1: none, weight 0.
-
-        Scales become rows `[T, E]`, so that their gradient has the order of sums of the router's backward.
-        """
+        """Weights `[T, K]` times the scales of experts ids `[T, K]` (-1: 0), with gradients summed as the router's."""
         scale = self.expert_scale
         if scale is None:
             return weights

@@ -61,9 +61,6 @@ class Rebalancer:
 
     Args:
         layers: `moe_torch.MoE` layers that `parallelize` has shared out, in the same order on every rank.
-        parallel: their ranks.
-        every: steps between two placements.
-        window: steps of counts.
         places_per_rank: from E / W to E, in each layer. None: as now.
         nodes: of consecutive ranks. An expert's replicas stay on one node.
         least_gain: share of the slowest rank's rows that a new placement must save.

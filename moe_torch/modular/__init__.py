@@ -1,10 +1,4 @@
-"""Fused MoE in replaceable parts, under the names that serving systems use for them (docs/user/modular.md).
-
-    kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), TritonExperts())
-    output = kernel(hidden_states, w1, w2, topk_weights, topk_ids)
-
-Public functions here keep the published parameters, however many.
-"""
+"""Fused MoE in replaceable parts, under the names and with the parameters of serving systems (docs/user/modular.md)."""
 
 from moe_core.modular.activations import activation_of
 from moe_core.modular.deep_gemm import deep_gemm_block_shape

@@ -40,11 +40,7 @@ class PreparedTokens:
 
 
 class PrepareCall(NamedTuple):
-    """Arguments of `prepare` in all published generations, in the newest order.
-
-    a1 `[M, K]`. topk_weights and topk_ids `[M, topk]`. num_experts: of all ranks. num_local_experts: of w1. a1_scale,
-    a2_scale: static activation scales of each product.
-    """
+    """Arguments of `prepare` in all published generations, in the newest order."""
 
     a1: torch.Tensor
     topk_weights: torch.Tensor

@@ -213,8 +213,7 @@ class FusedMoEPermuteExpertsUnpermute(FusedMoEExperts, abc.ABC):
         options: tuple[Any, ...],
         chunk_size: int,
     ) -> Self:
-        """Experts that quantise chunks of x `[M, K]` with the scales of the whole. options: of `apply`, from activation
-        on."""
+        """Experts that quantise chunks of x `[M, K]` with the scales of the whole. options: of `apply`."""
         return self
 
     def adding_as(self: Self, num_tokens: int, num_experts: int) -> Self:

@@ -115,8 +115,7 @@ class UnfusedOAITritonExperts(BaseOAITritonExperts):
 
     @property
     def context(self) -> SlotContext:
-        """Tokens, layout and weights of the rows. Raises InvalidInput unless `apply` is calling `activation` or
-        `moe_sum` on this thread."""
+        """Tokens, layout and weights of the rows. Raises InvalidInput outside of `activation` and `moe_sum`."""
         if _running.context is None:
             raise InvalidInput(
                 "context must be read inside of activation or moe_sum, called by apply, got a call from elsewhere; "

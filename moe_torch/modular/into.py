@@ -39,10 +39,8 @@ class Launchable(Generic[_Parameters, _Result]):
 
 
 def run_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> bool:
-    """Run an operator with the named buffers (outputs or scratch of its plan) in the caller's tensors.
-
-    Returns False and runs nothing unless the call is plain (`moe_torch.bridge.eager`). Raises InvalidInput for unfit
-    memory.
+    """Run an operator with the named buffers of its plan in the caller's tensors. Returns False and runs nothing unless
+    the call is plain (`moe_torch.bridge.eager`).
     """
     if torch.compiler.is_compiling():
         return False
@@ -109,8 +107,7 @@ def known_run(
 
 
 def write_into(operator: Operator, memory: Mapping[str, torch.Tensor], arguments: tuple[Any, ...]) -> None:
-    """Write an operator's first result to the first tensor of memory: a copy, seen by autograd, if the call is
-    not plain."""
+    """Write an operator's first result to memory: as a copy, seen by autograd, if the call is not plain."""
     if run_into(operator, memory, arguments):
         return
     (name, tensor), result = next(iter(memory.items())), _result(operator, arguments)

@@ -53,8 +53,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     _lora_context: Any = None
 
     def set_lora_context(self, ctx: Any) -> None:
-        """The experts' adapters: a class that moves rows returns their `PreparedTokens.adapter_ids`. The kernel calls
-        it."""
+        """The experts' adapters: classes that move rows return their `PreparedTokens.adapter_ids`."""
         self._lora_context = ctx
 
     @abc.abstractmethod
@@ -82,8 +81,7 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce = _DELEGATE,
         prepared: PreparedTokens | None = None,
     ) -> None:
-        """Combine into output `[M, K]`, weighted unless the input was. weight_and_reduce_impl: the remaining work.
-        prepared: the result of `prepare`."""
+        """Combine into output `[M, K]`, weighted unless the input was. weight_and_reduce_impl: what is left to do."""
 
     def writes_output(self, weight_and_reduce_impl: TopKWeightAndReduce) -> bool:
         """True if experts may write the caller's output, with nothing left to combine."""

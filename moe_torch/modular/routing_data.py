@@ -1,7 +1,4 @@
-"""Routing as gpt-oss experts and `triton_kernels` take it: rows sorted by expert, and permutations both ways.
-
-Slot `m * n_expts_act + k` is choice k of token m. Rows are slots sorted stably. -1 = none.
-"""
+"""Routing as gpt-oss experts and `triton_kernels` take it: slots `m * n_expts_act + k`, sorted stably by expert."""
 
 from __future__ import annotations
 

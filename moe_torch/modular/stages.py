@@ -48,8 +48,7 @@ def as_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tens
 
 
 def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast once, in a new tensor. Gradients get torch's product,
-    with the same bits."""
+    """rows `[R, D]` times weights fp32 `[R, 1]`, in fp32, cast once. Gradients get torch's product."""
     if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
         return (rows.float() * weights).to(rows.dtype)
     return ops.scale_rows(rows, weights)
@@ -173,8 +172,7 @@ class Stages:
         activation: Activation,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Write both products and the sum by token to output `[M, K]`. hidden: memory `[M * topk, F]` for the rows
-        between."""
+        """Write both products and the sum by token to output `[M, K]`. hidden: memory `[M * topk, F]` between."""
         rows = self.product(1, {} if hidden is None else {"y": hidden}, x, layout, ("token", "row"), activation)
         slots = self.product(2, {}, rows, layout, ("row", "slot"), row_weight=row_weight)
         sum_by_token(output, slots, layout.row_of_slot, layout.spec.top_k, "slot")

@@ -21,10 +21,7 @@ _NOOP = TopKWeightAndReduceNoOP()
 
 
 class StandardExperts(FusedMoEPermuteExpertsUnpermute):
-    """The base of this library's experts: `run` takes the arguments of `apply` as one record.
-
-    By default Standard format, weighted and reduced inside.
-    """
+    """This library's experts, Standard by default, weighted and reduced inside. `run` takes one record."""
 
     def __init__(self, *configs: Any, **options: Any) -> None:
         """options: as in the base, or in place of quant_config the flags of `FusedMoEQuantConfig.make`."""

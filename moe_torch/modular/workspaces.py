@@ -60,8 +60,7 @@ class Workspaces:
 
 
 class Scratch:
-    """owned: for each name, the bytes and the last tensor taken, or None. plain: nothing on this thread watches
-    allocations."""
+    """owned: by name, the bytes and the last tensor taken. plain: nothing on this thread watches allocations."""
 
     def __init__(
         self,

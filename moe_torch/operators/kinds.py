@@ -55,10 +55,7 @@ class TrainingOperator(Operator[_Parameters, _Result]):
 
 
 class BackwardOperator(Operator[_Parameters, _Result]):
-    """A backward, which returns the gradients that the options name.
-
-    With arguments `into`, it adds matrices' gradients to them instead, and overwrites the saved pre-activation.
-    """
+    """A backward of the options' gradients. With `into` it adds to these and overwrites the pre-activation."""
 
     _runs_plan_alone = False
 

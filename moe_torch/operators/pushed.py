@@ -1,7 +1,4 @@
-"""The operators of a forward that stores the rows of its last product at peers' addresses.
-
-They are `moe` with TopK routing and `results_at`.
-"""
+"""The operators of a forward that stores its last rows at peers' addresses: `moe` with TopK and `results_at`."""
 
 from __future__ import annotations
 
@@ -147,12 +144,9 @@ def experts_begin(
     """Run the layout and product 1 of `experts_push`, without gradients.
 
     Args:
-        x, experts, routing, spec: as for `experts_push`.
+        x, experts, routing, spec: as for `experts_push`, with its errors.
         results_at: as for `experts_push`. None: rows are summed as in `moe`.
         multiprocessors: the most that product 1 and product 2 fill, None: all. They change no bit.
-
-    Raises:
-        InvalidInput: as `experts_push`.
     """
     operator = EXPERTS_IN_PARTS_QUANTIZED if reads_formats(experts, routing, spec) else EXPERTS_IN_PARTS
     arguments = operator.arguments(

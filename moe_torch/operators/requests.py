@@ -48,10 +48,7 @@ def _is_quantized(first: Any, second: Any, third: Any) -> bool:
 
 
 def layout_sizes(layout: RaggedLayout) -> tuple[Any, ...]:
-    """Return the fields of a layout as options of an operator.
-
-    The number of tokens is None in compiled and exported programs: row_of_slot gives it.
-    """
+    """A layout's fields as options. The number of tokens is None in compiled and exported programs."""
     require_instance("layout", layout, RaggedLayout)
     require_instance("layout.spec", layout.spec, LayoutSpec)
     spec, tokens = layout.spec, layout.spec.num_tokens

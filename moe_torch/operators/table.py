@@ -145,9 +145,8 @@ def backward(
     shapes: Callable[[Any], Outputs] = wide_gradients,
     lora: bool = False,
 ) -> Operator:
-    """Takes gradients of the forward's results, the forward's tensors, its results, its saved ones, then `more`.
-
-    If the name has `_into`, the backward adds gradients of matrices to `into` and overwrites the saved pre-activation.
+    """Takes gradients, the forward's tensors, results and saved ones, then `more`. With a name in `_into` it adds to
+    `into` and overwrites the saved pre-activation.
     """
     into = name.partition(".")[0].endswith("_into")
     results = [result for result in result_names(kind) if result not in ("output", "invalid_ids")]

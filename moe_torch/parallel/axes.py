@@ -144,10 +144,7 @@ class ExpertParallel:
 
     @property
     def gradient_divisor(self) -> int:
-        """The divisor of experts' gradients if other gradients are averaged over ranks with their own tokens.
-
-        It is W, times the ranks of tensor with `split` tokens, and 1 with gradients="mean".
-        """
+        """The divisor of experts' gradients beside averaged ones: W, times `split` ranks of tensor; for "mean" 1."""
         return self.token_ranks if self.gradients == "sum" else 1
 
     @property
@@ -228,10 +225,7 @@ def tells_peers(parallel: ExpertParallel, device: torch.device) -> bool:
 def tell_peers(
     parallel: ExpertParallel, placement: Placement, device: torch.device, tensor: TensorRanks | None = None
 ) -> None:
-    """Tell ranks that wait for a message that this one raises before the exchange.
-
-    tensor: messages over that axis so far. Best effort: the caller must see the first error.
-    """
+    """Tell waiting ranks that this one raises, if possible. tensor: messages over that axis so far."""
     if tells_peers(parallel, device):
         tensor = parallel.tensor_ranks() if tensor is None else tensor
         with contextlib.suppress(RuntimeError):

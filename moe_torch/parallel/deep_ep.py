@@ -1,8 +1,4 @@
-"""Routes through a caller's DeepEP buffer: `deep_ep.ElasticBuffer`, or the older `deep_ep.Buffer`.
-
-A first dispatch moves the numbers of rows. Its handle moves all other rows, to their experts and home, and the numbers
-give rows the order of one device. Written to DeepEP's documentation and not run on its kernels.
-"""
+"""Routes through a caller's DeepEP buffer, of either kind. Written to its documentation, not run on its kernels."""
 
 from __future__ import annotations
 

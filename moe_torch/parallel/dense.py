@@ -73,10 +73,7 @@ def shared_output(
     spec: MoESpec,
     group_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the shared expert's rows fp32 `[T, D]` and the logits of its gate fp32 `[T, 1]`, for `reduce`.
-
-    wide: takes the gradient of x `[T, D]`, unrounded. group_tokens: of all ranks, for tiles.
-    """
+    """The shared expert's rows fp32 `[T, D]` and its gate's logits fp32 `[T, 1]`. group_tokens: for tiles."""
     require_instance("shared", shared, SharedExpert)
     if experts.layer_index is not None:
         raise Unsupported("shared must be None beside experts with a layer_index across ranks; pass one layer's")

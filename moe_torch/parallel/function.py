@@ -1,7 +1,4 @@
-"""Dispatch and combine as autograd functions, each with the other's way as its backward.
-
-Rows of slots, and their gradients in fp32, come home and are added in the order k = 0..K-1.
-"""
+"""Dispatch and combine as autograd functions, each the other's backward, with sums in the order k = 0..K-1."""
 
 from __future__ import annotations
 
@@ -130,11 +127,7 @@ def combine(
     overlap: Overlap | None = None,
     total: Total | None = None,
 ) -> torch.Tensor:
-    """`Combine` if a gradient is needed, else only its result.
-
-    dense: shared and gate. stored: rows are a stand-in for those stored at `routes.results_at`. total: of rows that
-    have left.
-    """
+    """`Combine` if a gradient is needed, else only its result. stored: rows stand in for `routes.results_at`."""
     shared, gate = dense
     total = routes.start_total(None, "results") if stored else total
     if torch.is_grad_enabled() and (rows.requires_grad or (shared is not None and shared.requires_grad)):

@@ -98,10 +98,7 @@ class Ranks:
         return self._start("all_gather", what, gathered, _ALL_GATHER, *arrays)
 
     def all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> torch.Tensor:
-        """Return rows `[R, ...]` from every rank, one rank after another, from the first ones of each.
-
-        With memory, R is at least that; the rest holds anything.
-        """
+        """Rows `[R, ...]` from every rank, in order, from each one's first. With memory, R is at least that."""
         return self.start_all_to_all(rows, what, way)()
 
     def start_all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> Arriving:

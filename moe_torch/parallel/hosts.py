@@ -1,8 +1,4 @@
-"""Routes of two levels: a token crosses to a host once, where a gateway passes it on. See the twin's `HostRoutes`.
-
-The gateway of a home is the rank with its number on the other host. Both levels are exchanges of exact counts, so the
-host reads three times.
-"""
+"""Routes of two levels: a token crosses to a host once, to the rank with its home's number. The host reads thrice."""
 
 from __future__ import annotations
 
@@ -135,11 +131,7 @@ def plan_routes(
     *,
     returns: bool = False,
 ) -> Planner:
-    """Plan the routes of this rank's ids int32 and weights fp32 `[T, K]`.
-
-    token_mask bool `[T]`: False tokens have no slots. returns: owners return results as rows. Raises InvalidInput,
-    Unsupported.
-    """
+    """Plan the routes of ids int32 and weights fp32 `[T, K]`. returns: owners return results as rows."""
     if call.plan.spec.mode == "peer":
         return PeerPlanner(call, ids, weights, token_mask, returns)
     if call.buffer is not None:

@@ -67,10 +67,7 @@ class Found:
 
 
 def measure(setting: Setting) -> Found | None:
-    """Measure on the ranks of torchrun, or on new processes. Returns None on all ranks but the first.
-
-    Raises InvalidInput, and Unsupported with fewer than two GPUs for nccl.
-    """
+    """Measure on the ranks of torchrun, or on new processes. None on all ranks but the first. Raises Unsupported."""
     gpus = torch.cuda.device_count()
     if dist.is_torchelastic_launched():
         with _joined(setting, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), {}) as bench:

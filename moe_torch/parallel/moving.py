@@ -18,18 +18,13 @@ class MovingPlacement:
     Captured CUDA graphs read the arrays and stay valid when experts move.
 
     Args:
-        placement: the first one, without empty places.
-        device: of the layer.
+        placement: the first one, without empty places (InvalidInput).
         load: int32 `[E]` on the device. Every forward adds the rows of this rank's tokens for each expert. None: new
             zeros.
 
     Attributes:
-        current: the placement now.
         places, start: see `moe_core.parallel.PlacementTables`.
         why_broken: why the experts must not be used any more. None: they may be.
-
-    Raises:
-        InvalidInput: a placement with empty places.
     """
 
     def __init__(self, placement: Placement, device: torch.device | str, *, load: torch.Tensor | None = None) -> None:

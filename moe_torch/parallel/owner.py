@@ -60,10 +60,7 @@ class Owner:
         results_at: torch.Tensor | None = None,
         adapter_ids: torch.Tensor | None = None,
     ) -> MoEOutput:
-        """Compute rows of slots, or of tokens with all their ids.
-
-        group_tokens: of all ranks. results_at: where results are stored. None: they are returned. adapter_ids: of rows.
-        """
+        """Compute rows of slots, or of tokens with all their ids. results_at: to store results, not return them."""
         key, steps = ("owner", len(rows), group_tokens), self.steps
         if self._done is not None:
             (done, (output, *counts)), self._done = self._done, None

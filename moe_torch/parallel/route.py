@@ -74,10 +74,7 @@ class TotalOptions(TypedDict, total=False):
 
 
 class Total(Protocol):
-    """Wait for the results of slots and add them by token, `[T, D]`, with options of `ops.reduce`.
-
-    Tokens that lost a slot are NaN, and all tokens if ranks disagree.
-    """
+    """Wait for slots' results and add them by token, `[T, D]`: NaN if one was lost, all if ranks disagree."""
 
     def __call__(self, **options: Unpack[TotalOptions]) -> torch.Tensor: ...
 
@@ -120,10 +117,7 @@ class Routes(Protocol):
         ...
 
     def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
-        """Send gradients of slots home. Return d_x `[T, D]` of dtype and the gradients of weights, fp32 `[T, K]`.
-
-        stored: experts have stored the rows at home.
-        """
+        """Send gradients of slots home (unless stored): d_x `[T, D]` of dtype, and those of weights, fp32 `[T, K]`."""
         ...
 
 
@@ -157,8 +151,7 @@ class Planner(Protocol):
         """Called when a call in the usual order has run."""
 
     def start(self, values: torch.Tensor | None = None) -> Callable[[], PlannedRoutes]:
-        """Send the first message. The result waits and returns the routes; rows of values `[T, D]` may leave with them.
-        Raises as `compare_headers`."""
+        """Send the first message. The result waits and returns the routes; rows of values `[T, D]` may go along."""
         ...
 
 

@@ -1,7 +1,4 @@
-"""The routes of collective modes: tokens go out, results of slots come home.
-
-An owner has a row for each slot, whatever travelled: its op has K = 1.
-"""
+"""The routes of collective modes: tokens go out, results of slots come home. An owner's op has K = 1."""
 
 from __future__ import annotations
 
@@ -242,8 +239,7 @@ class Counted(_Planner):
         return sum(rows) if self._alone else rounded(sum(rows))
 
     def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
-        """Send the counts. The result waits for others' and returns the routes; rows of values `[T, D]` are then under
-        way, if `arriving` is not None. Raises as `compare_headers`."""
+        """Send the counts. The result waits for others' and returns the routes. Raises as `compare_headers`."""
         tables, ranks = self.first_tables(), self.ranks
         told, rows = ranks.start_all_to_all(tables.message, "header and counts"), None
 

@@ -1,7 +1,4 @@
-"""Dispatch and combine for schedules of a trainer: each starts a message, and its `wait` ends it.
-
-Between them other work can run: products of another micro-batch, a shared expert, attention.
-"""
+"""Dispatch and combine for schedules of a trainer: each starts a message, and its `wait` ends it."""
 
 from __future__ import annotations
 
@@ -119,10 +116,8 @@ def dispatch(
 
     Args:
         x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank.
-        ids: integers `[T, K]`, experts of all E, -1 for none.
-        weights: `[T, K]`.
+        ids, weights: `[T, K]`, integers for experts of all E, -1 for none.
         parallel: the ranks, and how rows travel. With mode `all_to_all` the host waits for counts here.
-        placement: the experts of each rank.
         token_mask: bool `[T]`, False for padding.
         number: of the micro-batch or layer. Ranks compare it.
 
@@ -157,10 +152,7 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, arrived: Arrived) -> Combining:
-    """Send the results of rows home. See `dispatch`.
-
-    rows: `[R, D]`, of `arrived.rows` and their dtype, in their order. Raises InvalidInput.
-    """
+    """Send the results `[R, D]` of `arrived.rows` home, in their dtype and order. See `dispatch`."""
     require_instance("rows", rows, torch.Tensor)
     require_instance("arrived", arrived, Arrived)
     if rows.shape != arrived.rows.shape or rows.dtype != arrived.rows.dtype or rows.device != arrived.rows.device:

@@ -1,9 +1,5 @@
 """Run the experts of Hugging Face models on Moebius.
 
-    import moe_torch.transformers
-    model = AutoModelForCausalLM.from_pretrained(name)
-    print(moe_torch.transformers.use(model))
-
 The experts' two products, activation and weighted sum run as one operator on the model's own weights. The rest, such as
 router and attention, stays transformers'. Works in `generate`, under `torch.compile` and in training, with gradients of
 the router.

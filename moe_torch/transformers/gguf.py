@@ -24,10 +24,7 @@ _CONFIG = "put the config.json of the original model beside it"
 
 
 def config_of(index: TensorIndex, name: str) -> dict[str, Any]:
-    """A config.json from the metadata in `name`, the first of a model's GGUF files.
-
-    Raises Unsupported for architectures and settings that transformers does not turn into a whole one.
-    """
+    """A config.json from the metadata in `name`, a model's first GGUF file. Raises Unsupported if incomplete."""
     import gguf
     import transformers
 

@@ -64,7 +64,6 @@ class Mxfp4Experts(torch.nn.Module):
 
 
 def _rows(tensor: Any) -> torch.Tensor:
-    """The bytes of a triton_kernels tensor as in the checkpoint. Layouts that pad (Hopper's, Blackwell's) trim while
-    they unswizzle."""
+    """The bytes of a triton_kernels tensor as in the checkpoint. Padded layouts trim while they unswizzle."""
     storage = tensor.storage
     return storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous()

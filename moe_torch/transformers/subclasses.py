@@ -22,10 +22,7 @@ _REQUIRED = (
 
 
 def subclass_weights(experts: Any) -> ExpertWeights:
-    """The weights of experts on torchao's own bytes. Raises Unsupported for all others.
-
-    No gradient reaches them. Hidden states stay as they are.
-    """
+    """The frozen weights of experts on torchao's own bytes. Raises Unsupported for all others."""
     if experts.is_transposed or experts.has_bias:
         raise unsupported(experts, "has quantised weights that are transposed or have a bias")
     first = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -1,8 +1,4 @@
-"""Convert objects of triton_kernels to ours and back.
-
-Classes are recognised by module and name, so several releases work. Elements of tuples, lists and mappings are
-converted, other values are kept.
-"""
+"""Convert objects of triton_kernels, of any release, to ours and back, also in tuples, lists and mappings."""
 
 from __future__ import annotations
 

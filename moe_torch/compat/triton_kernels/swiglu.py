@@ -44,10 +44,7 @@ def swiglu_fn(input: torch.Tensor, alpha: float, limit: float | None) -> torch.T
 def swiglu(
     a: torch.Tensor, alpha: float, precision_config: PrecisionConfig, routing_data: RoutingData | None = None
 ) -> torch.Tensor:
-    """`[..., F]` of a `[..., 2F]`, in its dtype, for all rows.
-
-    Raises InvalidInput, and Unsupported for flex data, which concerns fp8.
-    """
+    """`[..., F]` of a `[..., 2F]`, in its dtype, for all rows. Raises Unsupported for flex data, which concerns fp8."""
     require_instance("precision_config", precision_config, PrecisionConfig)
     if routing_data is not None:
         require_instance("routing_data", routing_data, RoutingData)

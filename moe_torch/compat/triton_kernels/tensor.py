@@ -127,10 +127,7 @@ class Tensor:
 
 
 class Bitmatrix(Tensor):
-    """Memory uint32 `[T, ceil(E / 32)]`: bit `e % 32` of word `e // 32` is set if the row chose e.
-
-    shape: rows, and 32 times the words. scratchpad: unused here.
-    """
+    """Memory uint32 `[T, ceil(E / 32)]`: bit `e % 32` of word `e // 32` is set if the row chose e."""
 
     def __init__(self, storage: Any, shape: Any, shape_max: Any = None, scratchpad: torch.Tensor | None = None) -> None:
         super().__init__(storage, dtype=BIT, shape=shape, shape_max=shape_max)

@@ -170,10 +170,7 @@ def require_output(
 
 
 def to_fp8(numbers: torch.Tensor, dtype: torch.dtype, flex: numerics.OutFlexData) -> torch.Tensor:
-    """numbers / expected_scale in fp8, saturated. actual_scale grows to the largest magnitude / the type's largest.
-
-    expected_scale: one, or one per matrix of numbers `[B, M, N]`. NaN stays NaN.
-    """
+    """numbers / expected_scale (one, or one per matrix) in fp8, saturated. actual_scale grows with the largest."""
     largest, scale = torch.finfo(dtype).max, flex.expected_scale
     with torch.no_grad():
         if flex.actual_scale is not None and numbers.numel():

@@ -1,7 +1,4 @@
-"""Tensors of Triton 3.8's `triton_kernels`: types of elements, slices, sparse matrices. Mutable, as ported code needs.
-
-It is `tensor` there, and `tensor_details.dtype`, `.bitmatrix` and `.ragged_tensor`.
-"""
+"""Tensors of Triton 3.8's `triton_kernels`: `tensor`, and `tensor_details.dtype`, `.bitmatrix`, `.ragged_tensor`."""
 
 from __future__ import annotations
 
@@ -199,10 +196,7 @@ def wrap_torch_tensor(
 
 
 def convert_layout(tensor: Tensor, layout: Layout, **layout_transformation_kwargs: Any) -> Tensor:
-    """Move the axis of stride 1. A tensor that has the layout is returned unchanged.
-
-    Raises Unsupported for other layouts than StridedLayout, and for further options, which only those have.
-    """
+    """Move the axis of stride 1. Raises Unsupported for layouts but StridedLayout, and for further options."""
     require_instance("tensor", tensor, Tensor)
     require_instance("layout", layout, StridedLayout)
     assert isinstance(layout, StridedLayout)

@@ -33,16 +33,8 @@ class Mirror:
     """Keeps the last step's state of a model in training so that it survives the death of a rank, with equal bits.
 
     Every rank keeps a copy of its experts and their optimizer states, and one of those of the rank before it. Routers,
-    other parameters and their states are on all ranks. After a death, each dead rank's experts go on at the next rank:
-
-        mirror = Mirror(model, optimizer)
-        for batch in batches:
-            try:
-                train(model, optimizer, batch)
-                mirror.save()
-            except RuntimeError:  # a message failed
-                parallel = mirror.reform()  # the state of the last step that every survivor has saved, `mirror.step`
-                ...  # share the batch out again among `parallel.ranks().size` ranks
+    other parameters and their states are on all ranks. After a death, each dead rank's experts go on at the next rank
+    (docs/user/parallel-training.md).
 
     The next step's loss is that of a run without a death, bit by bit, if the ranks together have the same tokens in the
     same order. Sums of gradients over ranks, as of routers, are in another order with fewer ranks.
@@ -57,9 +49,7 @@ class Mirror:
     Attributes:
         step: of the state that `reform` went back to or that was saved last, counted by saves. -1: none.
 
-    Raises:
-        InvalidInput: no shared-out layers.
-        Unsupported: experts in `fully_shard`, or a tensor axis.
+        Raises InvalidInput without shared-out layers, Unsupported for experts in `fully_shard` or a tensor axis.
     """
 
     def __init__(self, model: Any, optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer) -> None:

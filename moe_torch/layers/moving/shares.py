@@ -91,8 +91,7 @@ def _placed(array: Any, part: torch.Tensor, where: Any) -> Any:
 
 
 def shares_of(model: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> list[Share]:
-    """The shared-out layers of a model, all on the same ranks. Raises InvalidInput, and Unsupported for experts that
-    cannot move."""
+    """The shared-out layers of a model, all on the same ranks. Raises InvalidInput and Unsupported."""
     require_instance("model", model, torch.nn.Module)
     optimizers = list(optimizers)
     layers = [module for module in model.modules() if isinstance(module, MoE)]

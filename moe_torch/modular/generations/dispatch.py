@@ -54,10 +54,7 @@ class Passing(NamedTuple):
 
 
 def passing_to(owner: Any, name: str, record: Any) -> Passing:
-    """Match the parameters of an object's method with a record's fields: by name, or by place in a published list.
-
-    Raises InvalidInput for a required parameter of no generation.
-    """
+    """Match a method's parameters with a record's fields, by name, or by place in a published list."""
     method: Callable[..., Any] = getattr(owner, name)
     known, parameters = record._fields, inspect.signature(method).parameters.values()
     kinds = {parameter.kind for parameter in parameters}

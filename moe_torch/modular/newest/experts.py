@@ -150,8 +150,7 @@ class FusedMoEExperts(Hooks):
         activation: str | Activation | None = None,
         parallel_config: FusedMoEParallelConfig | None = None,
     ) -> str | None:
-        """Return the reason why this class cannot run a configuration on a device, or None. activation,
-        parallel_config: None: not checked."""
+        """The reason why this class cannot run a configuration on a device, or None. None is not checked."""
         try:
             require_kind("config", config, core_config.FusedMoEQuantConfig)
             target_of_device(torch.device(device))

@@ -47,10 +47,7 @@ def get_routing_method_type(
 
 @dataclass
 class FusedMoEConfig:
-    """A layer, for classes that read it. This library's experts read the constants of the activation.
-
-    intermediate_size: of all ranks of moe_parallel_config.tp_size. activation: as in `activation_of`.
-    """
+    """A layer, for classes that read it; ours read the activation's constants. intermediate_size: of all tp ranks."""
 
     num_experts: int
     experts_per_token: int

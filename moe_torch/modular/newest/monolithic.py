@@ -161,10 +161,9 @@ class FusedMoEKernelMonolithicImpl:
         input_ids: torch.Tensor | None = None,
         hash_indices_table: torch.Tensor | None = None,
     ) -> Any:
-        """Return the output `[M, K]` of hidden_states `[M, K]` with router_logits `[M, E_global]`.
-
-        routing_sink: the rows of its `buffer` get the chosen ids, and then go to its `capture_fn`. input_ids is read
-        with hash_indices_table only. Raises InvalidInput for options that the experts do not take.
+        """Return the output `[M, K]`. routing_sink: the rows of its `buffer` get the chosen ids, and then go to its
+        `capture_fn`. input_ids is read with hash_indices_table only. Raises InvalidInput for options that the experts
+        do not take.
         """
         require_flag("apply_router_weight_on_input", apply_router_weight_on_input)
         experts, part = self.fused_experts, self.prepare_finalize

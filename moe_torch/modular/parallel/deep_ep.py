@@ -33,11 +33,9 @@ class _Sent(NamedTuple):
 
 
 class _OnBuffer(InHalves):
-    """The base of both kinds of DeepEP kernels. Inference only, bf16 rows, DeepEP's order of sums.
-
-    Rank r has the experts from r * num_experts / num_dispatchers on. buffer: a `deep_ep.Buffer` of the ranks that share
-    the experts. All call, in the same order. num_dispatchers: number of ranks. use_fp8_dispatch: rows travel as e4m3
-    with an fp32 scale per 128 columns, for `DeepGemmExperts` and `BatchedDeepGemmExperts`.
+    """The base of DeepEP kernels. Inference only, bf16 rows. Rank r has the experts from r * num_experts /
+    num_dispatchers on. buffer: a `deep_ep.Buffer` of the ranks that share the experts. use_fp8_dispatch: rows travel
+    as e4m3 with an fp32 scale per 128 columns, for `DeepGemmExperts` and `BatchedDeepGemmExperts`.
     """
 
     methods: ClassVar[tuple[str, ...]]

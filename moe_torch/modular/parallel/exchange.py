@@ -297,9 +297,6 @@ class MoEPrepareAndFinalizeNaiveEP(AcrossRanks):
 
 
 class MoEPrepareAndFinalizeAllToAll(AcrossRanks):
-    """Exchange the numbers of rows, which the host reads once, then send only rows that are needed.
-
-    Ranks may have different numbers of tokens, also none.
-    """
+    """Exchange the numbers of rows, which the host reads once, then the rows. Ranks may have any numbers of tokens."""
 
     mode = "all_to_all"

@@ -33,10 +33,7 @@ _Base: Any = FusedMoEPermuteExpertsUnpermute if TYPE_CHECKING else object
 
 
 class AdaptedExperts(_Base):
-    """vLLM's arguments go in, and its enumerations and reductions come out.
-
-    base: our class. options: keywords of its constructor. kernels: vLLM's module.
-    """
+    """Our experts `base`, called with vLLM's arguments, enumerations and reductions. kernels: vLLM's module."""
 
     base: Any
     options: Any

@@ -31,10 +31,7 @@ def register() -> None:
 
 
 def offer() -> None:
-    """Put our experts before vLLM's in its backends `triton` and `batched_triton`, once in a process.
-
-    vLLM asks each class whether it runs a layer, and takes the next one if not.
-    """
+    """Put our experts first in vLLM's backends `triton` and `batched_triton`, once in a process."""
     for name, backends in OFFERED.items():
         oracle: Any = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{name}")
         function = "_mxfp8_backend_to_kernel_cls" if name == "mxfp8" else "backend_to_kernel_cls"

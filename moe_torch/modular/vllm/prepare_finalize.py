@@ -14,10 +14,7 @@ _Base: Any = MoEPrepareAndFinalizeNoEP if TYPE_CHECKING else object
 
 
 class AdaptedPrepareAndFinalize(_Base):
-    """Brings tokens as they are. An object serves one call at a time, as vLLM's do.
-
-    base: our class. kernels: vLLM's module.
-    """
+    """Our class `base`, which brings tokens as they are, for one call at a time. kernels: vLLM's module."""
 
     base: Any
     kernels: Any

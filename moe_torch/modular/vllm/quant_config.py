@@ -36,10 +36,8 @@ _MXFP8_BLOCK = (1, 32)
 
 
 def quant_config_of(quant_config: Any) -> FusedMoEQuantConfig:
-    """Read vLLM's `FusedMoEQuantConfig`: the scheme, scales, zero points, and biases cast to fp32.
-
-    Raises Unsupported for other dtypes, for scales of weights per channel with activations per tensor and the reverse,
-    and for fields that no scheme here has.
+    """Read vLLM's `FusedMoEQuantConfig`, biases cast to fp32. Raises Unsupported for other dtypes, for scales of
+    weights per channel with activations per tensor and the reverse, and for fields that no scheme here has.
     """
     parts: list[Any] = [getattr(quant_config, f"_{name}", None) for name in ("a1", "a2", "w1", "w2")]
     if None in parts:

@@ -1,7 +1,4 @@
-"""Calls across ranks in traced code: one operator runs the eager call, messages included.
-
-The operator of a training step keeps the call's graph until its token dies, and that of the backward runs it.
-"""
+"""Calls across ranks in traced code: one operator runs the eager call and keeps its graph for the backward's."""
 
 from __future__ import annotations
 

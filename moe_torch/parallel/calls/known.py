@@ -61,8 +61,7 @@ def plan_known(operator: Operator[..., Any], arguments: tuple[Any, ...]) -> Read
 
 
 class Step(NamedTuple):
-    """A plan and the addresses of its inputs. changing: positions of what calls pass. held: (position, number) of the
-    call's tensors."""
+    """A plan and its inputs' addresses. changing: positions of what calls pass. held: (position, number) of tensors."""
 
     ready: Ready
     addresses: list[int]
@@ -114,8 +113,7 @@ class Call:
     __slots__ = ("kept", "key", "tensors")
 
     def __init__(self, operands: MoEOperands, parallel: str, *options: Any) -> None:
-        """parallel: the name of an ExpertParallel, which is not kept alive, nor its groups and their memory. options:
-        other objects that the checks read."""
+        """parallel: the name of an ExpertParallel, not kept alive. options: other objects that the checks read."""
         self.kept, self.tensors, self.key = options, [], None
         if TensorGuards is None or operands.lora is not None or type(operands.experts) is not ExpertWeights:
             return

@@ -1,7 +1,4 @@
-"""Turn x, w and their scales into operands of our ops.
-
-Bytes of w are mxfp4 codes, two along the reduction. fp8 has scales per tensor or expert, or of mxfp8.
-"""
+"""Turn x, w and scales into operands of our ops. fp8 has scales per tensor or expert, or those of mxfp8."""
 
 from __future__ import annotations
 
@@ -162,8 +159,7 @@ def _microscaled(
 
 
 def fitting(operands: MatmulOperands, weight: Weight, names: tuple[str, str], shape: Sequence[int]) -> MatmulOperands:
-    """Pad w and x to the same K with zeros, and N = 0 to 2, because our ops refuse empty axes. shape: of x, with its
-    columns last."""
+    """Pad w and x to the same K with zeros, and N = 0 to 2, as our ops refuse empty axes. shape: of x, columns last."""
     x, w, layout = operands.x, operands.weight, weight.weight_layout
     *_, k, n = weight.shape
     held = (x.shape[-1], w.shape[-1 if layout == "out_in" else -2])

@@ -153,8 +153,7 @@ def bias_of(bias: torch.Tensor | None, weight: Weight, values: Any, rows: Rows) 
 def product(
     operands: ops.MatmulOperands, rows: Rows, spec: MatmulSpec, factors: Factors, scatter: ScatterIndx | None
 ) -> tuple[torch.Tensor, str]:
-    """(`[rows, N]`, their order), in several ops if betas or alpha precede the activation, or gammas need a gradient
-    that one op lacks."""
+    """(`[rows, N]`, their order), in several ops where one cannot apply betas, alpha or gammas."""
     (betas, gammas, alpha), bias = factors, operands.bias
     one_op = (betas is None or bias is None) and alpha in (None, 1.0)
     # Weights have gradients only for rows by slot of this layout.

@@ -1,7 +1,4 @@
-"""mxfp4 and mxfp8: 32 elements along an axis share a power of two, stored as byte b for 2^(b - 127).
-
-mxfp4 codes are packed in pairs along that axis, the even index in the low nibble.
-"""
+"""mxfp4 (pairs, the even index low) and mxfp8: 32 elements along an axis share 2^(b - 127), stored as byte b."""
 
 from __future__ import annotations
 
