@@ -60,7 +60,8 @@ def export_buckets(
     if not buckets:
         raise InvalidInput("tokens must name at least one bucket, got none; pass (16, 256, 4096), for example")
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arguments)
-    axes = [_symbolic(one) for one in jax.tree.leaves(shapes)]
+    leaves = jax.tree.leaves(shapes)
+    axes = [{axis: size for axis, size in enumerate(one.shape) if not isinstance(size, int)} for one in leaves]
     symbols = {str(size): None for one in axes for size in one.values()}
     if len(symbols) != 1 or not next(iter(symbols)).isidentifier():
         got = ", ".join(symbols) or "none"
@@ -147,10 +148,6 @@ def load_buckets(path: str | pathlib.Path) -> Buckets:
             f"path must be a file of export_buckets, got {str(path)!r} ({error}); export again"
         ) from error
     return Buckets(programs, manifest["arguments"], manifest["results"])
-
-
-def _symbolic(one: Any) -> dict[int, Any]:
-    return {axis: size for axis, size in enumerate(one.shape) if not isinstance(size, int)}
 
 
 def _name(number: int) -> str:

@@ -1,10 +1,4 @@
-"""MaxText's `RoutedMoE` on the NNX layer: the same arguments, results, parameters and logical axes.
-
-    from maxtext.layers import moe
-    moe.RoutedMoE = moe_jax.maxtext.RoutedMoE    # before a model is built
-
-Checked against MaxText 0.2.5.
-"""
+"""The `RoutedMoE` of MaxText 0.2.5 on the NNX layer, with its arguments and results. See docs/user/migration.md."""
 
 from __future__ import annotations
 
@@ -131,12 +125,12 @@ class RoutedMoE(MoE):
     def _loss(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """The mean over sequences. MaxText takes the softmax of scores, if there are any."""
         scoring = _option(self.config, "routed_score_func", "")
-        scores = {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": _sqrt_softplus, "softmax": jax.nn.softmax}
+        scores = {
+            "sigmoid": jax.nn.sigmoid,
+            "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+            "softmax": jax.nn.softmax,
+        }
         return load_balance_loss(scores[scoring](logits) if scoring else logits, ids, scale=1.0)
-
-
-def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    return jnp.sqrt(jax.nn.softplus(logits))
 
 
 def _option(config: Any, name: str, default: Any = False) -> Any:

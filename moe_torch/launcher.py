@@ -115,18 +115,15 @@ class MoELauncher:
     def __call__(
         self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the output `[T, D]` in the dtype of x, or in spec.out_dtype.
+        """The output `[T, D]` in the dtype of x, or in spec.out_dtype. Arguments and errors are those of `moe`.
 
-        Args:
-            x, token_mask: as for `moe`.
-            routing: of this call. None: RouterWeights are bound.
-
-        Raises:
-            InvalidInput: as `moe`, and if the memory of a bound tensor was replaced.
+        routing: None: RouterWeights are bound. Raises InvalidInput if a bound tensor's memory was replaced.
         """
         if self._kind is not RouterWeights:
             require_instance("routing", routing, self._kind)
-            inputs = (x, *_routing_arrays(routing), token_mask)
+            given: Any = routing
+            pair = (given.ids, given.weights) if type(given) is TopK else (given.logits, given.correction_bias)
+            inputs = (x, *pair, token_mask)
         elif routing is None:
             inputs = (x, token_mask)
         else:
@@ -198,12 +195,6 @@ class MoELauncher:
         ready = dataclasses.replace(ready, selection=tuple(indices.index(index) for index in ready.selection))
         self._ready.put(key, ready)
         return ready
-
-
-def _routing_arrays(routing: Any) -> tuple[Any, Any]:
-    if type(routing) is TopK:
-        return routing.ids, routing.weights
-    return routing.logits, routing.correction_bias
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

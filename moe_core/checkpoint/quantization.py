@@ -29,11 +29,7 @@ _BLOCK, _MX_BLOCK = [128, 128], [1, 32]
 
 
 def read_quantization(settings: Any, family: str, model: Settings | None = None) -> Quantization | None:
-    """The rules of a quantization_config, or None.
-
-    family: the model_type. model: the other settings of config.json. Raises InvalidInput for malformed settings,
-    Unsupported for unreadable ones and unknown keys.
-    """
+    """The rules of a quantization_config, or None. family: model_type. model: the other settings of config.json."""
     if not settings:
         return None
     if not isinstance(settings, Mapping):
@@ -51,10 +47,6 @@ def read_quantization(settings: Any, family: str, model: Settings | None = None)
     if method == "fp8" and expert_dtype is not None:
         settings = {"expert_dtype": expert_dtype, **settings}
     return read(settings)
-
-
-def _mxfp4(settings: Settings) -> Quantization:
-    return one_rule(settings, mxfp4_packing(Scheme("mxfp4_w4a16", MXFP4), settings))
 
 
 def _fp8(settings: Settings) -> Quantization:
@@ -162,10 +154,6 @@ def _bitsandbytes(settings: Settings) -> Quantization:
     )
 
 
-def _hqq(settings: Settings) -> Quantization:
-    return one_rule(settings, layouts.hqq(settings))
-
-
 def _torchao(settings: Settings) -> Quantization:
     return one_rule(settings, *layouts.torchao(settings))
 
@@ -187,7 +175,7 @@ _BITSANDBYTES = """load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bi
     llm_int8_skip_modules llm_int8_threshold"""
 #: quant_method -> (reader, keys it knows).
 _METHODS: dict[str, tuple[Callable[[Settings], Quantization], str]] = {
-    "mxfp4": (_mxfp4, ""),
+    "mxfp4": (lambda settings: one_rule(settings, mxfp4_packing(Scheme("mxfp4_w4a16", MXFP4), settings)), ""),
     "fp8": (_fp8, "fmt activation_scheme weight_block_size scale_fmt expert_dtype"),
     "compressed-tensors": (
         read_compressed_tensors,
@@ -197,6 +185,6 @@ _METHODS: dict[str, tuple[Callable[[Settings], Quantization], str]] = {
     "gptq": (_gptq, _GPTQ),
     "modelopt": (_modelopt, f"{_MODELOPT} config_groups ignore quantization"),
     "bitsandbytes": (_bitsandbytes, _BITSANDBYTES),
-    "hqq": (_hqq, "quant_config skip_modules"),
+    "hqq": (lambda settings: one_rule(settings, layouts.hqq(settings)), "quant_config skip_modules"),
     "torchao": (_torchao, "quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights"),
 }

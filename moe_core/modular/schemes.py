@@ -37,7 +37,8 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
     if scheme in ("fp8_w8a8", "fp8_w8a16"):
         if block is not None:
             return _grouped("e4m3", "fp8_block", *block, known=formats.FP8_BLOCK)
-        by_channel = config.per_act_token_quant or (scheme == "fp8_w8a16" and _has_channels(config.w1_scale))
+        has_channels = math.prod(getattr(config.w1_scale, "shape", ())[1:]) > 1
+        by_channel = config.per_act_token_quant or (scheme == "fp8_w8a16" and has_channels)
         return formats.FP8_CHANNEL if by_channel else formats.FP8_TENSOR
     if scheme == "int8_w8a8":
         if block is not None:
@@ -52,11 +53,6 @@ def weight_quantization(config: FusedMoEQuantConfig) -> Format | None:
     if scheme == "mxfp8":
         return formats.MXFP8
     return None if scheme is None else formats.MXFP4
-
-
-def _has_channels(scale: Any) -> bool:
-    shape = getattr(scale, "shape", ())
-    return math.prod(shape[1:]) > 1
 
 
 def activation_quantization(config: FusedMoEQuantConfig) -> Format | None:

@@ -34,7 +34,11 @@ def trace_content(
     machine: Machine | None = None,
 ) -> dict[str, Any]:
     """The JSON of one trace. text: of each token. sizes: (d_model, d_ff) for bytes and times of placements."""
-    _require_one_model(trace)
+    if len(seen := sorted({layer.ids.shape[0] for layer in trace})) > 1:
+        raise InvalidInput(
+            f"layers of the trace must have seen the same tokens, got {seen} tokens; pass layers_per_step (the "
+            "number of MoE layers of the model) for a trace of several forwards"
+        )
     T, experts = trace[0].ids.shape[0], [layer.num_experts for layer in trace]
     if text is not None and len(text) != T:
         raise InvalidInput(f"text must have one string for each of the {T} tokens, got {len(text)}; pass all tokens")
@@ -73,10 +77,7 @@ def trace_content(
 
 
 def trace_change(first: RoutingTrace, second: RoutingTrace) -> dict[str, Any] | None:
-    """Per layer: the share of tokens with another set of experts, and the tokens that change in most layers.
-
-    None if the traces have other tokens, layers or experts.
-    """
+    """Per layer: the share of tokens with other experts, and the tokens that change most. None: not comparable."""
     if [(*one.ids.shape, one.num_experts) for one in first] != [(*one.ids.shape, one.num_experts) for one in second]:
         return None
     pairs = [(np.sort(a.ids, 1), np.sort(b.ids, 1)) for a, b in zip(first, second, strict=True)]
@@ -91,10 +92,7 @@ def trace_change(first: RoutingTrace, second: RoutingTrace) -> dict[str, Any] | 
 
 
 def join_steps(trace: RoutingTrace, layers_per_step: int) -> RoutingTrace:
-    """Put the tokens of several forwards behind one another, for each of a model's layers.
-
-    Raises InvalidInput unless the trace is whole steps of layers of one width and number of experts.
-    """
+    """Put the tokens of several forwards behind one another, layer by layer. Raises InvalidInput for other steps."""
     as_integer("layers_per_step", layers_per_step, 1)
     groups = [trace.layers[first::layers_per_step] for first in range(layers_per_step)]
     kinds = [{(layer.ids.shape[1], layer.num_experts) for layer in group} for group in groups]
@@ -108,15 +106,6 @@ def join_steps(trace: RoutingTrace, layers_per_step: int) -> RoutingTrace:
         ids, *weights = [np.concatenate(arrays) for arrays in zip(*[one.arrays for one in group], strict=True)]
         joined.append(LayerRouting(ids, weights[0] if weights else None, group[0].num_experts))
     return RoutingTrace(tuple(joined))
-
-
-def _require_one_model(trace: RoutingTrace) -> None:
-    sizes = sorted({layer.ids.shape[0] for layer in trace})
-    if len(sizes) > 1:
-        raise InvalidInput(
-            f"layers of the trace must have seen the same tokens, got {sizes} tokens; pass layers_per_step (the number "
-            "of MoE layers of the model) for a trace of several forwards"
-        )
 
 
 def _counts(ids: np.ndarray, num_experts: int) -> np.ndarray:

@@ -78,8 +78,7 @@ def free_axes(mesh: AbstractMesh) -> dict[str, int]:
 
 
 def mesh_of(arrays: Iterable[Any], eager: bool = True) -> AbstractMesh | None:
-    """The mesh of a call: None on one device, in `replicated`, and where every axis is manual. eager: arrays of one
-    device stay on it under a current mesh."""
+    """The mesh of a call: None on one device, in `replicated`, and where every axis is manual."""
     if placement.everywhere.value:
         return None
     arrays = [array for array in arrays if isinstance(array, (jax.Array, jax.ShapeDtypeStruct))]
@@ -123,8 +122,7 @@ def split_tokens(
     needed: Names = (),
     shape: tuple[int, ...] | None = None,
 ) -> Split:
-    """The split of x's tokens. needed: axes that have to split them. shape: in which they count, by default x's.
-    Raises InvalidInput, Unsupported."""
+    """The split of x's tokens. needed: axes that have to split them. shape: in which they count, by default x's."""
     shape = x.shape if shape is None else shape
     assert shape is not None
     free, batch = free_axes(mesh), shape[:-1]
@@ -132,7 +130,9 @@ def split_tokens(
     if isinstance(token_axes, PartitionSpec):
         given = [tuple(name for name in as_names(entry) if name in free) for entry in token_axes]
         dims[: len(given)] = given
-        _require_split(shape, dims, mesh)
+        for size, names in zip(batch, dims, strict=True):
+            if size % _devices(names, mesh) or (names and not size):
+                _refuse(shape, names, mesh)
         wanted: Names = ()
     elif token_axes is not None:
         if unknown := [name for name in token_axes if name not in mesh.shape]:
@@ -177,12 +177,6 @@ def _assign(shape: tuple[int, ...], dims: list[Names], name: str, mesh: Abstract
 
 def _devices(names: Iterable[str], mesh: AbstractMesh) -> int:
     return math.prod(mesh.shape[name] for name in names)
-
-
-def _require_split(shape: tuple[int, ...], dims: Sequence[Names], mesh: AbstractMesh) -> None:
-    for size, names in zip(shape[:-1], dims, strict=True):
-        if size % _devices(names, mesh) or (names and not size):
-            _refuse(shape, names, mesh)
 
 
 def _refuse(shape: tuple[int, ...], names: Names, mesh: AbstractMesh) -> None:
@@ -231,8 +225,7 @@ def opened(local: Callable[..., Any], split: Split, out_specs: Any, *arguments: 
 
 @dataclass(frozen=True)
 class OnRows:
-    """An op on each device's rows, a key of jit's cache. summed: results of all rows. grouped: the first argument and
-    that with the sizes of its groups."""
+    """An op on each device's rows, a key of jit's cache. summed: results. grouped: the argument with groups' sizes."""
 
     op: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
@@ -270,10 +263,8 @@ def over_rows(
     *rows: str, summed: Names = (), sizes: str | None = None, total: str | None = None
 ) -> Callable[[_Op], _Op]:
     """Decorate an op that may run on each device's rows alone: arguments with rows, the first one x `[T, N]`, and
-    results that count over all of them. Bundles have rows as their fields say.
-
-    sizes: the argument with the sizes of groups of consecutive rows. total: the option for the token axes over which
-    the op itself sums its result.
+    results that count over all of them.  sizes: the argument with the sizes of consecutive groups. total: the option
+    for the token axes over which the op itself sums its result.
     """
 
     def decorate(op: _Op) -> _Op:

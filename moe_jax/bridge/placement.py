@@ -1,8 +1,4 @@
-"""Decide the devices of a call: one at a time, or if requested all of it on every one.
-
-XLA cannot split a custom call: it gathers every operand on each device, and each runs the whole call. Visible splits
-are refused in the call, and XLA's own when the program is lowered.
-"""
+"""Decide the devices of a call: one at a time, or if requested all of it on every one. XLA can split no custom call."""
 
 from __future__ import annotations
 
@@ -109,10 +105,12 @@ def _lower_on_one_device(context: mlir.LoweringRuleContext, operand: Any, *, op:
     where: Any = context.module_context.axis_context
     devices = getattr(where, "num_devices", None)  # none inside shard_map and pmap
     mesh = getattr(where, "mesh", None)
+    sizes = {} if mesh is None else mesh.shape
     if devices is not None and devices > 1:
         program = f"a program for {devices} devices outside jax.shard_map"
-    elif left := [] if mesh is None else _left_to_xla(mesh, where.manual_axes):
-        program = f"a jax.shard_map that leaves {', '.join(left)} of the mesh to XLA"
+    elif left := [name for name, size in sizes.items() if size > 1 and name not in where.manual_axes]:
+        named = ", ".join(f"{name!r} ({sizes[name]} devices)" for name in left)
+        program = f"a jax.shard_map that leaves {named} of the mesh to XLA"
     else:
         return [operand]
     raise Unsupported(
@@ -120,11 +118,6 @@ def _lower_on_one_device(context: mlir.LoweringRuleContext, operand: Any, *, op:
         "each device; call it inside jax.shard_map over every axis of the mesh, on the local tokens, or, if every "
         "device should do all of it, inside `with moe_jax.replicated():`"
     )
-
-
-def _left_to_xla(mesh: Any, manual: frozenset[Any]) -> list[str]:
-    """The mesh axes over which XLA may split arrays inside shard_map."""
-    return [f"{name!r} ({size} devices)" for name, size in mesh.shape.items() if size > 1 and name not in manual]
 
 
 mlir.register_lowering(_on_one_device, _lower_on_one_device, cacheable=False)

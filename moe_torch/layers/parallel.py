@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,8 +51,7 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @dataclass
 class LayerExchange:
-    """Replaces `moe_torch.moe` in a shared-out layer. counted, began: this forward has sent counts, begun to
-    exchange."""
+    """Replaces `moe_torch.moe` in a shared-out layer. counted, began: this forward's counts and exchange are sent."""
 
     parallel: ExpertParallel
     placement: Placement
@@ -134,10 +132,7 @@ class LayerExchange:
     def within_capacity(
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
     ) -> torch.Tensor:
-        """bool `[T * K]`: True for the first slots that each expert takes of all ranks' tokens.
-
-        place: the slot's number among this rank's slots of the expert.
-        """
+        """bool `[T * K]`: an expert's first slots of all ranks' tokens. place: the slot's number in this rank's."""
         tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
         told, number = self._counts_of_all(torch.cat([tokens, group_sizes]))
         before = told[:number, 1:].sum(dim=0)
@@ -155,7 +150,7 @@ class LayerExchange:
 
 
 def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement | None = None) -> Layer:
-    """Share a layer's experts out among ranks, in place. Forwards and backwards then exchange rows.
+    """Share a layer's experts out among ranks, in place, and return it. Forwards and backwards then exchange rows.
 
     The experts' parameters become DTensors `[E, ...]`, sharded by their first axis over the mesh: rank r has the
     experts from r * ceil(E / W) on. Experts in another order are `PlacedTensor`s of the same shape, for optimizers but
@@ -167,11 +162,9 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
     and up in halves, the default, are `PlacedTensor`s. down_bias is whole on every rank of the axis.
 
     Call it on every rank, before `fully_shard` and before an optimizer is made. A layer on `meta` gets no memory.
-    Returns the layer.
 
     Args:
         layer: a `moe_torch.MoE` with all its experts.
-        parallel: the ranks. Its mesh must be a DeviceMesh.
         placement: the experts of each rank. None: `Placement.linear`. With replicas, forwards that need a gradient
             raise Unsupported.
 
@@ -242,10 +235,7 @@ def parallelize(layer: Layer, parallel: ExpertParallel, *, placement: Placement 
 def share_out(
     exchange: LayerExchange, layouts: tuple[str, str | None], name: str, array: torch.Tensor, axis: int = 0
 ) -> torch.Tensor:
-    """This rank's part of an array of all experts, as a DTensor or PlacedTensor. axis: of experts.
-
-    layouts: weight_layout and gate_layout, None: ungated.
-    """
+    """This rank's part of an array of all experts, as a DTensor or PlacedTensor. layouts: of weight and gate."""
     parallel, placement, split = exchange.parallel, exchange.placement, exchange.parallel.split
     held = torch.tensor(exchange.held(), dtype=torch.long)
     # A copy frees the memory of other experts.
@@ -259,7 +249,8 @@ def share_out(
     linear = Placement.linear(placement.num_experts, placement.num_ranks)
     if placement.owners == linear.owners and not (part and part.cut and part.cut.parts > 1):
         mesh = parallel.axis if split.size == 1 else mesh_of_both(parallel.mesh, parallel.tensor)
-        return _sharded(local, mesh, places, array.shape)
+        stride = torch.empty(array.shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, places, run_check=False, shape=array.shape, stride=stride)
     return PlacedTensor(local, (parallel.axis, parallel.ranks().rank, placement, *[axis] * (axis > 0)), part)
 
 
@@ -291,11 +282,6 @@ def ignore_experts(model: torch.nn.Module) -> torch.nn.Module:
     ignored = "_ddp_params_and_buffers_to_ignore"
     setattr(model, ignored, [*getattr(model, ignored, ()), *names])
     return model
-
-
-def _sharded(local: torch.Tensor, mesh: Any, places: Sequence[Any], shape: Sequence[int]) -> DTensor:
-    whole = torch.empty(tuple(shape), device="meta")
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def mesh_of_both(mesh: Any, tensor: Any) -> Any:
@@ -330,10 +316,7 @@ def group_losses(
     The mean over ranks is the loss of one device with all tokens, and the same holds for gradients.
 
     Args:
-        aux: of this rank's tokens, of return_aux.
         router: `layer.spec.router`.
-        parallel: the ranks.
-        token_mask: bool `[T]`, as for the layer.
     """
     require_instance("parallel", parallel, ExpertParallel)
     logits, counts = aux.logits, aux.tokens_per_expert

@@ -99,7 +99,9 @@ class FusedMoEModularKernel(torch.nn.Module):
             weights = as_weights(topk_weights, ids)
             scales: tuple[Any, ...] = (w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale)
             if not (w1_scale is w2_scale is w1_zp is w2_zp is a1_scale is a2_scale is None):
-                experts = _with_scales(plan, experts, scales)
+                # The others go to methods that take them.
+                left = {name: one for name, one in zip(CALL_SCALES, scales, strict=True) if name not in plan.scales}
+                experts = experts.with_quant_config(experts.quant_config.with_arrays(**left))
             experts, w1, w2 = experts.as_stored(w1, w2)
             size = self._check(experts, hidden_states, (w1, w2), ids, expert_map)
             global_num_experts = number_of_ids(global_num_experts, size.E, expert_map)
@@ -209,14 +211,6 @@ class FusedMoEModularKernel(torch.nn.Module):
                 "other experts"
             )
         return size
-
-
-def _with_scales(
-    plan: Plan, experts: FusedMoEPermuteExpertsUnpermute, scales: tuple[Any, ...]
-) -> FusedMoEPermuteExpertsUnpermute:
-    """Experts with those scales of a call that no method of theirs takes."""
-    arrays = {name: array for name, array in zip(CALL_SCALES, scales, strict=True) if name not in plan.scales}
-    return experts.with_quant_config(experts.quant_config.with_arrays(**arrays))
 
 
 def _scales_of(experts: FusedMoEPermuteExpertsUnpermute, scales: tuple[Any, ...]) -> tuple[Any, ...]:

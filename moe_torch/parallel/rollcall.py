@@ -83,7 +83,8 @@ def survivors_of(group: Any, seconds: float) -> list[int]:
     end, silent = time.monotonic() + seconds, list(range(size))
     while silent and time.monotonic() < end:
         here = [other for other in range(size) if store.check([_key("survives", other)])]
-        silent = [other for other in range(size) if other not in here and not _has_ended(store, other)]
+        left = [other for other in range(size) if other not in here]
+        silent = [other for other in left if not _verdict(store, other).startswith(("is gone", "raised"))]
         time.sleep(_EVERY if silent else 0)
     if silent:
         raise RuntimeError(
@@ -98,10 +99,6 @@ def survivors_of(group: Any, seconds: float) -> list[int]:
     if rank not in alive:
         raise RuntimeError(f"ranks {decided} went on without rank {rank}; end this process")
     return alive
-
-
-def _has_ended(store: Any, rank: int) -> bool:
-    return _verdict(store, rank).startswith(("is gone", "raised"))
 
 
 def _verdict(store: Any, rank: int) -> str:

@@ -1,8 +1,7 @@
 """The tensor axis around the exchange: each rank has a slice of every expert.
 
-Tokens are gathered over the axis before the exchange, and parts of results are added behind it. The backward gathers
-the gradient of results, and adds parts of d_x and of the weights' gradients. Parts are fp32, added in the order of
-ranks: bits are equal in every run and on every rank.
+Tokens are gathered over the axis before the exchange, and parts of results are added behind it. Parts are fp32, added
+in the order of ranks: bits are equal in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Brought:
 
 @dataclasses.dataclass
 class TensorRanks:
-    """One call's messages over the axis. told: the first is sent. agree bool `[1]`: equal sizes. None: the host
-    compared."""
+    """One call's messages over the axis. told: the first is sent. agree bool `[1]`, None: the host compared sizes."""
 
     ranks: Ranks
     split: TensorSplit
@@ -50,10 +48,7 @@ class TensorRanks:
     agree: torch.Tensor | None = None
 
     def gather(self, call: ExchangeCall, brought: Brought) -> Brought:
-        """Return the tokens of all ranks of the axis, in their order, or replicated tokens as they are.
-
-        call: on the other axis. A collective. Raises as `compare_headers`.
-        """
+        """The tokens of all ranks of the axis, in order; replicated ones as they are. Raises as `compare_headers`."""
         # A plan of mode `peer` is for max_tokens.
         plan, device = call.plan, brought.x.device
         header = plan.tensor_header(call.ranks.rank)._replace(tokens=len(brought.x))
@@ -88,17 +83,14 @@ class TensorRanks:
         self.told = True
         self.ranks.all_gather(torch.zeros(len(FAILED), dtype=torch.int32, device=device), "header")
 
-    def by_rank(self, values: torch.Tensor) -> torch.Tensor:
-        """`[size, T, N]` of `[size * T, N]`."""
-        return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
-
     def push(self, values: torch.Tensor, what: str) -> torch.Tensor:
         return self.ranks.all_gather(values, what).flatten(0, 1) if self.split.tokens == "split" else values
 
     def pull(self, parts: torch.Tensor, what: str) -> torch.Tensor:
         """Parts `[size, T, N]` of this rank's tokens, from a part of all tokens."""
         if self.split.tokens == "split":
-            return self.by_rank(self.ranks.all_to_all(parts, what))
+            values = self.ranks.all_to_all(parts, what)
+            return values.view(self.split.size, len(values) // self.split.size, *values.shape[1:])
         return self.ranks.all_gather(parts, what)
 
     def add(self, parts: torch.Tensor, what: str, **options: Any) -> torch.Tensor:
@@ -134,8 +126,7 @@ def require_apart(ranks: Ranks, tensor: Ranks) -> None:
 class Around(torch.autograd.Function):
     """`(axis, wide [T, D], weights [T, K], gathered) -> (wide [S, D], weights [S, K])` of the tokens of all ranks.
 
-    wide is not read. Gradients of all ranks' slices are added. gathered: weights of all tokens. None: equal on all
-    ranks.
+    wide is not read. gathered: weights of all tokens. None: equal on all ranks.
     """
 
     @staticmethod
@@ -163,7 +154,6 @@ class Total(torch.autograd.Function):
     """`(axis, parts fp32 [S, D], dtype, shared, gate, out_dtype) -> y [T, D]`.
 
     y is the sum of all ranks' parts, then of shared `[T, D]` times the sigmoid of gate fp32 `[T, 1]`, as in `Combine`.
-    The gradient travels in dtype.
     """
 
     @staticmethod

@@ -1,8 +1,4 @@
-"""Write planned shards piece by piece, and go on after an interruption.
-
-Names, shapes and dtypes are known before the first weight is read. So every file's header is written first, and memory
-holds a few pieces at a time. A finished shard gets its name when it is on the disk. The journal lists finished shards.
-"""
+"""Write planned shards piece by piece, header first, and go on after an interruption by the journal."""
 
 from __future__ import annotations
 
@@ -60,10 +56,7 @@ Job = Callable[[], Made]
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors, and the jobs that make their bytes in order. Any thread may run a job.
-
-    work: bytes of memory that a job takes at most.
-    """
+    """Tensors, and jobs (of `work` bytes at most) that make their bytes in order, in any thread."""
 
     tensors: tuple[TensorPlan, ...]
     jobs: Callable[[], Iterable[Job]]
@@ -139,7 +132,9 @@ class Stream:
     def write(self, shards: Sequence[Sequence[Unit]], state: Callable[[], Any], done: Callable[[Unit], None]) -> None:
         """done: called after every unit, also for those of shards that are finished already."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        names = _shard_names(len(shards))
+        count = len(shards)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        names = ["model.safetensors"] if count == 1 else names
         most = max(sum(unit.nbytes for unit in units) for units in shards) if shards else 0
         weight_map = {}
         for name, units in zip(names, shards, strict=True):
@@ -196,12 +191,6 @@ class Stream:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for name in self._made if kind is not None and issubclass(kind, (InvalidInput, Unsupported)) else ():
             (self._directory / name).unlink(missing_ok=True)
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _made_ahead(units: Sequence[Unit], room: int) -> Iterator[tuple[Unit | None, Made]]:

@@ -167,7 +167,9 @@ def _option(model: Model, gpu: Gpu, gpus: int, tokens: int, format: str, shared:
     if training:
         # FSDP shards everything, and gathers a layer's experts while another computes.
         weights = (experts + model.dense_bytes) // gpus
-        spent = weights * TRAINING_BYTES // 2 + model.layers * tokens // gpus * saved_bytes(model)
+        # Per token and layer with `recompute`: x and the routing (docs/user/training.md).
+        saved = 2 * model.layer.d_model + 4 * model.layer.num_experts + 16 * model.layer.top_k
+        spent = weights * TRAINING_BYTES // 2 + model.layers * tokens // gpus * saved
         spent += 2 * experts // model.layers // shared if groups > 1 else 0
     # Layers use one set of buffers in turn.
     spent += buffers
@@ -178,12 +180,6 @@ def _option(model: Model, gpu: Gpu, gpus: int, tokens: int, format: str, shared:
     return dataclasses.replace(
         option, weights=weights, spent=spent, time=time, tokens_per_second=rate, why_not=why_not, assumed=assumed
     )
-
-
-def saved_bytes(model: Model) -> int:
-    """Per token and layer with `recompute`: x and the routing, docs/user/training.md."""
-    layer = model.layer
-    return 2 * layer.d_model + 4 * layer.num_experts + 16 * layer.top_k
 
 
 def _time(model: Model, gpu: Gpu, option: Option, tokens: int, training: bool) -> tuple[Time, int, tuple[str, ...]]:

@@ -75,11 +75,6 @@ def ragged_rows(
     return RaggedRows(Rows(layout, "row", count), taken, way, None if place is None else place.clamp(min=0).long())
 
 
-def one_slice(count: int, device: torch.device) -> RaggedTensorMetadata:
-    sizes = torch.full((1,), count, dtype=torch.int32, device=device)
-    return RaggedTensorMetadata(sizes, starts(sizes), None, None)
-
-
 def ragged_product(a: torch.Tensor, b: torch.Tensor, metadata: Pair, out_dtype: torch.dtype) -> torch.Tensor:
     """`a[:, slice e of a] @ b[slice e of b]` for every slice: `[E, M, N]` of a `[M, K]`, b `[K, N]`."""
     sides, count, dtype = [], min(a.shape[1], b.shape[0]), torch.promote_types(a.dtype, b.dtype)
@@ -180,7 +175,9 @@ def _slices(ways: Ways, weight: Weight, count: int, device: torch.device) -> tup
         if gather is None and scatter is None:
             array = inputs.indexed(weight.array, 0) if stack else weight.array
             return None, Weight(array, weight.weight_layout, weight.shape[-2:])
-        metadata = one_slice(count if gather is None else gather.shape[0], device)
+        rows = count if gather is None else gather.shape[0]
+        sizes = torch.full((1,), rows, dtype=torch.int32, device=device)
+        metadata = RaggedTensorMetadata(sizes, starts(sizes), None, None)
     if not stack:
         weight = Weight(inputs.indexed(weight.array, None), weight.weight_layout, (1, *weight.shape))
     if weight.shape[0] != metadata.n_slices:
