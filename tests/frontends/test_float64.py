@@ -10,17 +10,10 @@ import pytest
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
-from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits, RouterWeights, SharedExpert, TopK
-from tests.support.frontends import FRONTENDS, Frontend
+from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterWeights, TopK
+from tests.support.frontends import Frontend
 
 T, D, F, E, K, S = 3, 4, 3, 6, 2, 2
-ROUTERS = {
-    "softmax": RouterSpec(K),
-    "renormalised": RouterSpec(K, renormalize=True, scale=2.5),
-    "topk_then_softmax": RouterSpec(K, order="topk_then_softmax"),
-    "sigmoid groups": RouterSpec(K, scoring="sigmoid", renormalize=True, num_groups=2, topk_group=1),
-    "sqrt_softplus": RouterSpec(K, scoring="sqrt_softplus"),
-}
 ACTIVATIONS = [
     Activation("silu"),
     Activation("gelu"),
@@ -64,18 +57,6 @@ def test_moe(frontend: Frontend, activation: Activation) -> None:
 
     arrays = {"x": draw(T, D), "router": draw(D, E, seed=4), "router_bias": draw(E, seed=5)}
     frontend.check_gradients(outputs, arrays | weights_of(activation))
-
-
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-def test_routers_and_shared_experts(frontend: Frontend, router: RouterSpec) -> None:
-    def outputs(x: Any, logits: Any, shared_up: Any, shared_down: Any, gate: Any, **experts: Any) -> Any:
-        shared, spec = SharedExpert(shared_up, shared_down, gate=gate), MoESpec(Activation("silu"), router)
-        found = frontend.ops.moe(x, ExpertWeights(**experts), RouterLogits(logits), spec, shared=shared)
-        return found.output, found.weights
-
-    arrays = {"x": draw(T, D), "logits": draw(T, E)} | weights_of(Activation("silu"), with_bias=False)
-    arrays |= {"shared_up": draw(D, 2 * S), "shared_down": draw(S, D), "gate": draw(D, 1)}
-    frontend.check_gradients(outputs, arrays)
 
 
 def test_given_ids_and_recompute(frontend: Frontend) -> None:
@@ -131,15 +112,3 @@ def test_losses_are_computed_in_float64(frontend: Frontend) -> None:
     given, ids = frontend.arrays((logits, np.array([[0], [1]], np.int32)))
     found = frontend.losses.load_balance_loss(given, ids, scoring="sqrt_softplus")
     np.testing.assert_allclose(frontend.numpy(found), wanted, rtol=1e-13)
-
-
-def test_both_give_the_same_bits(frontend: Frontend) -> None:
-    outputs = []
-    layer = draw(T, D), ExpertWeights(draw(E, D, 2 * F), draw(E, F, D)), RouterWeights(draw(D, E))
-    for name, kind in FRONTENDS.items():
-        pytest.importorskip(name)
-        other = frontend if frontend.name == name else kind(name)
-        with other.x64(True), other.running_on("reference"):
-            spec = MoESpec(Activation("silu"), RouterSpec(K))
-            outputs.append(other.numpy(other.ops.moe(*other.arrays(layer), spec).output))
-    np.testing.assert_array_equal(*outputs)

@@ -83,45 +83,6 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, other, np.stack([rng.permutation(E)[:K] for _ in range(15)]).reshape(3, 5, K).astype(np.int32)
 
 
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_layers_go_by_other_rows_and_given_ids(limit: float | None) -> None:
-    """torch's bits in Flax, and the ops one by one; gradients reach x by the experts and gate_inputs by the router."""
-    layer = MoE.from_spec(dataclasses.replace(SPEC, capacity_factor=limit))
-    x, other, ids = inputs()
-    weights = layer.export_weights()
-    for gate_inputs, expert_ids in ((other, None), (None, ids), (other, ids)):
-        leaves = [torch.from_numpy(array.copy()).requires_grad_() for array in (x, other)]
-        options = {"gate_inputs": None if gate_inputs is None else leaves[1]}
-        options["expert_ids"] = None if expert_ids is None else torch.from_numpy(expert_ids)
-        y, aux = layer(leaves[0], return_aux=True, **options)
-        (y.square().sum() + aux.load_balance_loss).backward()
-        if expert_ids is not None and limit is None:
-            np.testing.assert_array_equal(aux.ids, ids.reshape(-1, K))
-        rows = (x if gate_inputs is None else other).reshape(-1, D)
-        logits = moe_torch.ops.router(
-            torch.from_numpy(rows), layer.router.weight.detach(), spec=moe_torch.ops.LogitsSpec("out_in")
-        )
-        torch.testing.assert_close(aux.logits.detach(), logits, rtol=0, atol=0)
-
-        nnx = pytest.importorskip("moe_jax.nnx")
-        spec = dataclasses.replace(weights.layer_spec(), capacity_factor=limit)
-        flax_layer = nnx.MoE.from_spec(spec, rngs=nnx.nnx.Rngs(0))
-        flax_layer.load_weights(weights)
-        by_nnx = flax_layer(x, gate_inputs=gate_inputs, expert_ids=expert_ids)
-        np.testing.assert_array_equal(by_nnx, y.detach())
-
-        def loss(x: Any, other: Any, gate_inputs: Any = gate_inputs, expert_ids: Any = expert_ids) -> Any:
-            by = RoutedBy(None if gate_inputs is None else other, expert_ids)
-            y, aux = moe_jax.layers.forward(flax_layer.parameters(), x, spec, routed_by=by, return_aux=True)  # noqa: B023
-            return (y**2).sum() + aux.load_balance_loss
-
-        slopes = jax.grad(loss, argnums=(0, 1))(x, other)
-        for slope, leaf, name in zip(slopes, leaves, ("x", "gate_inputs"), strict=True):
-            expected = np.zeros_like(x) if leaf.grad is None else leaf.grad.numpy()
-            np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-4, err_msg=name)
-        assert gate_inputs is None or np.asarray(slopes[1]).any()
-
-
 def test_its_own_choice_is_the_plain_layer() -> None:
     layer, (x, _, _) = torch_layer(), inputs()
     rows = torch.from_numpy(x)
@@ -144,16 +105,6 @@ def test_ids_without_an_expert_are_counted() -> None:
     flax_layer = nnx.MoE.from_weights(layer.export_weights())
     assert flax_layer(x, token_mask=mask, expert_ids=ids, return_aux=True)[1].invalid_ids.tolist() == [0]
     assert flax_layer(x, expert_ids=ids, return_aux=True)[1].invalid_ids.tolist() == [1]
-
-
-def test_linen_takes_them_too() -> None:
-    linen = pytest.importorskip("moe_jax.linen")
-    layer, (x, other, ids) = torch_layer(), inputs()
-    weights = layer.export_weights()
-    stated = linen.MoE.from_spec(weights.layer_spec())
-    y = stated.apply(stated.load_weights(weights), x, gate_inputs=other, expert_ids=ids)
-    of_torch = layer(torch.from_numpy(x), gate_inputs=torch.from_numpy(other), expert_ids=torch.from_numpy(ids))
-    np.testing.assert_array_equal(y, of_torch.detach())
 
 
 def test_the_hash_layers_of_deepseek_v4() -> None:

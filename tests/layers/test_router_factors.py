@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 import moe_torch
 from moe_core.errors import InvalidInput
-from moe_core.layers import HUGGING_FACE, LayerWeights, convert_weights
+from moe_core.layers import LayerWeights
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import NormSpec, RouterSpec
@@ -114,22 +114,3 @@ def test_what_layers_do_with_them() -> None:
         moe_torch.ops.moe(torch.ones(2, D), layer.experts.operands(), bundle, layer.moe_spec)
     with pytest.raises(InvalidInput, match=r"router\.spec must be a NormSpec where router\.norm is given"):
         dataclasses.replace(weights, router=dataclasses.replace(weights.router, spec=None))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.from_numpy(masked_rows(D)[0])
-    torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
-
-
-def test_a_stack_in_linen() -> None:
-    linen = pytest.importorskip("moe_jax.linen")
-    x, mask = masked_rows(D)
-    layer = linen.MoE.from_spec(SPEC, num_layers=2)
-    variables = layer.load_weights([weights_of(SPEC), weights_of(SPEC)])
-    y = layer.apply(variables, x, token_mask=mask, layer_index=1)
-    one = linen.MoE.from_spec(SPEC)
-    np.testing.assert_array_equal(y, one.apply(one.load_weights(weights_of(SPEC)), x, token_mask=mask))
-    assert variables["params"]["gate"]["norm"].shape == (2, D)
-    back = one.export_weights(one.load_weights(weights_of(SPEC)))
-    back = convert_weights(back, HUGGING_FACE)
-    for name, array in weights_of(SPEC).named().items():
-        np.testing.assert_array_equal(back.named()[name], array)
-    assert back.layer_spec().router_norm == NORM

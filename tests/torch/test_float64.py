@@ -1,8 +1,7 @@
-"""Float64 on the reference engine: `torch.autograd.gradcheck` of layers, and what they refuse."""
+"""Float64 on the reference engine: what is computed in it, and what layers refuse."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -30,23 +29,9 @@ SPEC = MoELayerSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["whole", "capacity", "stages"])
-def test_layer(kind: str) -> None:
-    """Output, losses and every parameter; the stages are run where a part has a hook."""
-    torch.manual_seed(0)
-    layer = MoE.from_spec(dataclasses.replace(SPEC, capacity_factor=1.0 if kind == "capacity" else None)).double()
+def test_layers_are_cast() -> None:
+    layer = MoE.from_spec(SPEC).double()
     assert {tensor.dtype for tensor in layer.state_dict().values()} == {torch.float64}
-    if kind == "stages":
-        layer.experts.register_forward_hook(lambda *_: None)
-        layer.shared_experts.register_forward_hook(lambda *_: None)  # pyright: ignore[reportOptionalMemberAccess]
-    names = [name for name, _ in layer.named_parameters()]
-
-    def outputs(x: Any, *parameters: Any) -> Any:
-        given = dict(zip(names, parameters, strict=True))
-        y, aux = torch.func.functional_call(layer, given, (x,), {"return_aux": True})
-        return y, aux.load_balance_loss, aux.z_loss
-
-    assert torch.autograd.gradcheck(outputs, (draw(T, D), *layer.parameters()))
     assert layer.float().get_buffer("router.correction_bias").dtype == torch.float32
     assert layer.double().bfloat16().get_buffer("router.correction_bias").dtype == torch.float32
 

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch.transformers
 from moe_core.errors import Unsupported
-from moe_core.trace import LayerRouting
-from moe_torch import trace
 from tests.support.runtime.isolation import run_blocked
 from tests.support.torch import mapped, on_engines, require_equal, running_on
 from tools.sweep import models
@@ -350,43 +348,3 @@ def test_parameters_of_other_modules_in_experts_stay_where_they_are() -> None:
     part.weight = torch.nn.Parameter(torch.zeros(9)[1:])
     experts.part = part
     assert moe_torch.transformers.align_weights(experts) == 0 and part.weight.data_ptr() % 16
-
-
-def test_routing_of_a_model_is_captured_and_replayed() -> None:
-    with running_on("reference"):
-        model, ids = build("qwen3_moe"), tokens("cpu")
-        with trace.capture() as recording:
-            wanted = model(ids).logits
-        assert [layer.ids.shape for layer in recording.layers] == [(2 * T, K)] * 2
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.mlp.gate.weight.neg_()
-        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
-        with trace.replay(recording.trace()):
-            require_equal(model(ids).logits, wanted, "replayed")
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_ids_of_a_rollout_are_replayed_with_live_weights(family: str) -> None:
-    """Routers of transformers choose by topk, and learn for the trace's ids; checkpoints recompute with them."""
-    with running_on("reference"):
-        model, ids = build(family).requires_grad_(), tokens("cpu")
-        with trace.capture() as own:
-            wanted = model(ids).logits
-        with trace.replay([LayerRouting(layer.ids, None, layer.num_experts) for layer in own.layers]):
-            require_equal(model(ids).logits, wanted, "its own ids")
-        pinned = [LayerRouting(layer.ids.flip(0), None, layer.num_experts) for layer in own.layers]
-        routers = [one for name, one in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))]
-        results = []
-        for checkpoints in (False, True):
-            if checkpoints:
-                model.train().gradient_checkpointing_enable({"use_reentrant": False})
-            with trace.capture() as seen, trace.replay(pinned):
-                loss = model(ids).logits.square().mean()
-            results.append(torch.autograd.grad(loss, routers))
-            for one, other in zip(seen.layers, pinned, strict=True):
-                require_equal(one.ids, other.ids, "pinned")
-        for new, old in zip(*results, strict=True):
-            torch.testing.assert_close(new, old)
-            assert new.abs().max() > 0

@@ -108,25 +108,6 @@ def test_options_reach_both_products_of_normalised_experts(monkeypatch: pytest.M
     assert all(one.allow_tf32 for one in seen)
 
 
-def test_main_grad_is_added_to() -> None:
-    with running_on("reference"):
-        model, other = build("mixtral"), build("mixtral")
-        moe_torch.transformers.use(other)
-        other(tokens()).logits.square().mean().backward()
-        moe_torch.transformers.use(model, main_grad=True)
-        weights = [module.gate_up_proj for module in model.modules() if hasattr(module, "is_transposed")]
-        weights += [module.down_proj for module in model.modules() if hasattr(module, "is_transposed")]
-        for weight in weights:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        refused = pytest.raises(InvalidInput, match="main_grad must be False where autocast")
-        with torch.autocast("cpu", torch.bfloat16), refused:
-            model(tokens())
-        model(tokens()).logits.square().mean().backward()
-        assert all(weight.grad is None for weight in weights)
-        wanted = other.model.layers[0].mlp.experts.gate_up_proj.grad
-        torch.testing.assert_close(model.model.layers[0].mlp.experts.gate_up_proj.main_grad, wanted)
-
-
 @on_engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -197,16 +178,9 @@ def test_a_view_of_a_flat_buffer_is_refused_before_anything_changes() -> None:
     assert model.config._experts_implementation != "moebius"
 
 
-def test_float64_models_run_in_float64() -> None:
-    with running_on("reference"):
-        model, ids = build("qwen3_moe").double(), tokens("cpu")
-        wanted = model(ids).logits
-        moe_torch.transformers.use(model)
-        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-6, atol=1e-8)
-        model(ids).logits.sum().backward()
-        held = dict(model.named_parameters())
-        changes = torch.func.grad(lambda held: torch.func.functional_call(model, held, (ids,)).logits.sum())(held)
-        assert all(torch.equal(changes[name], one.grad) for name, one in held.items() if one.grad is not None)
+def test_float64_experts_run_without_data() -> None:
+    model = build("qwen3_moe").double()
+    moe_torch.transformers.use(model)
     experts = next(module for module in model.to("meta").modules() if hasattr(module, "is_transposed"))
     with torch.device("meta"):
         rows, chosen = torch.empty(3, model.config.hidden_size, dtype=torch.float64), torch.zeros(3, 2)

@@ -11,7 +11,6 @@ from moe_core.layers import MoELayerSpec
 from moe_core.specs.operands import OutputGradients
 from moe_torch import MoE, trace
 from tests.support.layers import E, draw_weights
-from tests.support.torch import require_equal
 from tests.support.training.loop import Problem
 
 #: Names of the operator's arrays -> those of the layer's parameters.
@@ -33,12 +32,6 @@ def gradients(layer: Any, x: Any, mask: Any = None) -> dict[str, Any]:
     x = x.detach().clone().requires_grad_()
     leaves = {"x": x, **dict(layer.named_parameters())}
     return dict(zip(leaves, torch.autograd.grad(objective(layer, x, mask), list(leaves.values())), strict=True))
-
-
-def require_all_equal(first: dict[str, Any], second: dict[str, Any], label: str) -> None:
-    assert first.keys() == second.keys()
-    for name in first:
-        require_equal(first[name], second[name], f"{label}: {name}")
 
 
 def problem_of(spec: MoELayerSpec, x: np.ndarray, output: np.ndarray) -> Problem:

@@ -135,26 +135,11 @@ def test_a_view_of_a_flat_buffer_is_no_copy_of_it() -> None:
 
 
 def test_a_decoder_layer_with_router_and_experts_of_its_own() -> None:
-    """Gemma 4: the experts take what a norm of the layer gives, the router the residual itself."""
-    model, x = models.build("gemma4"), draw()
-    decoder = model.model.layers[0]
+    """Gemma 4."""
+    decoder = models.build("gemma4").model.layers[0]
     layer = MoE.from_block(decoder)
     assert layer.copied == () and layer.router.weight is decoder.router.proj.weight
     assert layer.router.norm is decoder.router.scale and layer.router.expert_scale is decoder.router.per_expert_scale
-    rows = x.view(-1, models.D)
-    normed = decoder.pre_feedforward_layernorm_2(rows)
-    _, weights, ids = decoder.router(rows)
-    wanted = decoder.experts(normed, ids, weights)
-    y = layer(normed, gate_inputs=rows)
-    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
-    for output in (wanted, y):
-        decoder.zero_grad()
-        output.square().sum().backward(retain_graph=True)
-        found = [decoder.router.scale.grad.clone(), decoder.router.per_expert_scale.grad.clone()]
-        if output is wanted:
-            expected = found
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_what_is_no_block_is_refused() -> None:

@@ -194,22 +194,6 @@ def test_capacity_limit(engine: str, factor: float) -> None:
         require_equal(y, free_y, "nothing dropped")
 
 
-def test_capacity_limit_with_a_mask_and_weights_on_the_input() -> None:
-    spec = SPECS["llama4_text"]
-    weights, x, mask = draw_weights(spec), draw_x((16,)), np.arange(16) % 4 != 1
-    with running_on("reference"):
-        limited = make(weights, capacity_factor=1.0)
-        y, aux = limited(to_torch(x), to_torch(mask), return_aux=True)
-        free = stages(weights, x, mask)
-    kept = drop_slots(free["ids"], limited.spec.capacity(16))
-    np.testing.assert_array_equal(to_numpy(aux.ids), kept)
-    routing = TopK(kept, free["weights"])
-    plain = dataclasses.replace(weights.spec, router=None)
-    np.testing.assert_array_equal(
-        to_numpy(y), moe_stages(x, weights.experts, routing, plain, shared=weights.shared)["output"]
-    )
-
-
 def test_update_correction_bias() -> None:
     layer = MoE.from_spec(dataclasses.replace(SPECS["deepseek_v3"], num_experts=4, top_k=1, router=RouterSpec()))
     bias = layer.router.correction_bias

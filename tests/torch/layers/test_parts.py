@@ -7,14 +7,13 @@ import dataclasses
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import InvalidInput
 from moe_core.layers import SharedExpertsSpec, convert_weights
 from moe_core.specs import Activation
-from moe_torch import MoE, MoELayerSpec
+from moe_torch import MoE
 from moe_torch.layers.parameters import RouterParameters
 from moe_torch.trace import capture
 from tests.support.layers import EVERYTHING, SPECS, STORAGES, D, E, S, draw_weights, draw_x
@@ -129,16 +128,6 @@ def plain(layer: MoE) -> MoE:
     return MoE.from_weights(layer.export_weights())
 
 
-def test_compiled_with_hooks() -> None:
-    layer, x = MoE.from_weights(draw_weights(EVERYTHING)).requires_grad_(False), to_torch(draw_x((6,)))
-    seen = []
-    layer.experts.register_forward_hook(lambda module, arguments, result: seen.append(1) or result * 2)
-    y = layer(x)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    require_close(compiled(x), y, "compiled")
-    assert y.shape == (6, D) and seen
-
-
 def test_a_plain_layer_is_one_operator() -> None:
     layer, x = MoE.from_weights(draw_weights(EVERYTHING)).requires_grad_(False), to_torch(draw_x((6,)))
     with torch.profiler.profile(acc_events=True) as profile:
@@ -164,35 +153,6 @@ def test_wrapped_and_replaced_forwards() -> None:
     layer.router = torch.nn.Linear(D, E)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(InvalidInput, match=r"layer.router must be the layer's own module or a wrapper.*got Linear"):
         layer(x)
-
-
-def test_main_grad_and_a_hook_on_shared_experts() -> None:
-    """What the message says: the hook on the layer."""
-    spec = dataclasses.replace(EVERYTHING, main_grad=True)
-    layer, x = MoE.from_spec(spec), torch.randn(4, D)
-    for module in (layer.experts, layer.shared_experts):
-        for parameter in (module.gate_up, module.down):  # pyright: ignore[reportOptionalMemberAccess]
-            parameter.main_grad = torch.zeros_like(parameter)  # pyright: ignore[reportAttributeAccessIssue]
-    handle = layer.shared_experts.register_forward_hook(lambda *_: None)  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(Unsupported, match=r"layer.shared_experts must be without hooks.*put them on the layer"):
-        layer(x)
-    handle.remove()
-    seen = []
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    layer(x).sum().backward()
-    assert seen and layer.experts.down.main_grad.any() and layer.shared_experts.down.main_grad.any()  # pyright: ignore
-
-
-def test_capacity_limit_with_hooks() -> None:
-    spec: MoELayerSpec = dataclasses.replace(EVERYTHING, capacity_factor=0.5)
-    layer, x = MoE.from_spec(spec).requires_grad_(False), to_torch(draw_x((16,)))
-    y, aux = layer(x, return_aux=True)
-    given = []
-    layer.experts.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1]))
-    hooked, hooked_aux = layer(x, return_aux=True)
-    require_close(hooked, y, "y")
-    np.testing.assert_array_equal(given[0], aux.ids)
-    assert (aux.ids < 0).any() and torch.equal(hooked_aux.tokens_per_expert, aux.tokens_per_expert)
 
 
 def test_parts_are_found_by_type() -> None:

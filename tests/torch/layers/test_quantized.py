@@ -74,23 +74,11 @@ def test_fresh_layers_are_zero() -> None:
             require_equal(layer(torch.randn(3, D_MODEL)), torch.zeros(3, D_MODEL), scheme)
 
 
-def test_programs_capacity_and_explanations() -> None:
+def test_explanations_name_what_is_quantised() -> None:
     with running_on("reference"):
-        torch._dynamo.reset()
-        weights, _ = quantized_weights("fp8_block")
-        layer = MoE.from_spec(layer_spec("fp8_block", capacity_factor=1.0), dtype=torch.bfloat16)
-        layer.load_weights(weights)
-        x = torch.randn(9, D_MODEL).bfloat16()
-        y, aux = layer(x, torch.arange(9) < 7, return_aux=True)
-        assert aux.tokens_per_expert.sum() == 14
-        dropless = MoE.from_weights(weights)
-        kept = (aux.ids >= 0).all(1) & (torch.arange(9) < 7)
-        require_equal(y[kept], dropless(x)[kept], "tokens whose experts were not full")
-        compiled = torch.compile(dropless, fullgraph=True, backend="aot_eager")
-        require_equal(compiled(x), dropless(x), "compiled")
-        text = dropless.explain(9)
-        assert "experts.gate_up.scales" in text and "scheme=fp8_block" in repr(dropless)
-        assert layer.explain(9) and not dropless.warmup([1, 9]).kernels
+        layer = MoE.from_weights(quantized_weights("fp8_block")[0])
+        assert "experts.gate_up.scales" in layer.explain(9) and "scheme=fp8_block" in repr(layer)
+        assert not layer.warmup([1, 9]).kernels
 
 
 def test_a_published_checkpoint(tmp_path: Any) -> None:

@@ -13,12 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from hypothesis import given
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import moe_torch
 from moe_core.layers import MoELayerSpec
 from moe_core.ops.moe.reference.backward import moe_backward_stages
-from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs.operands import MoEOperands, OutputGradients, TopK
 from moe_torch import MoE, trace
@@ -33,7 +31,6 @@ from tests.support.training.torch_layers import (
     objective,
     other_routing,
     problem_of,
-    require_all_equal,
     trainable,
 )
 
@@ -105,18 +102,6 @@ def test_frozen_parts_get_nothing() -> None:
             require_equal(parameter.grad, everything[name], name)
 
 
-def test_micro_batches_accumulate() -> None:
-    """Gradients of two halves of a batch add up in .grad as torch adds them."""
-    first, second = (to_torch(draw_x((4,), seed)) for seed in (1, 2))
-    with running_on("reference"):
-        layer = trainable(SPECS["mixtral"])
-        parts = [gradients(layer, half) for half in (first, second)]
-        for half in (first, second):
-            objective(layer, half).backward()
-    for name, parameter in layer.named_parameters():
-        require_equal(parameter.grad, parts[0][name] + parts[1][name], name)
-
-
 def test_a_compiled_step_with_an_optimizer() -> None:
     """Forward, losses and backward in one graph for every number of tokens; the updates follow those of eager code."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -139,74 +124,6 @@ def test_a_compiled_step_with_an_optimizer() -> None:
     assert counter.frame_count == 1
     for (name, one), (_, other) in zip(eager.named_parameters(), layer.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_checkpointed_blocks_in_compiled_and_eager_code() -> None:
-    x = to_torch(draw_x((2, 3)))
-    with running_on("reference"):
-        layer = trainable(EVERYTHING)
-        wanted = gradients(layer, x)
-
-        def recomputed(x: Any, mask: Any, *, return_aux: bool) -> Any:
-            return checkpoint(layer, x, mask, return_aux=return_aux, use_reentrant=False)
-
-        recomputed.named_parameters = layer.named_parameters  # type: ignore[attr-defined]
-        require_all_equal(gradients(recomputed, x), wanted, "checkpoint")
-        tokens = x.clone().requires_grad_()
-        compiled = torch.compile(lambda x: objective(recomputed, x), fullgraph=True, backend="aot_eager")
-        found = torch.autograd.grad(compiled(tokens), [tokens, *layer.parameters()])
-    for one, (name, other) in zip(found, wanted.items(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_functional_call_and_grad() -> None:
-    x = to_torch(draw_x((4,)))
-    with running_on("reference"):
-        layer = trainable(EVERYTHING)
-        wanted = gradients(layer, x)
-        parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-
-        def value(parameters: dict[str, Any], x: Any) -> Any:
-            def call(x: Any, mask: Any, **options: Any) -> Any:
-                return torch.func.functional_call(layer, parameters, (x, mask), options)
-
-            return objective(call, x)
-
-        found, d_x = torch.func.grad(value, argnums=(0, 1))(parameters, x)
-    require_all_equal(found | {"x": d_x}, wanted, "torch.func.grad")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_router_learns_from_a_replayed_routing(compiled: bool) -> None:
-    """Its gradient is that of the weights at the trace's ids and the live logits; all else is that of given ids."""
-    weights, x = draw_weights(EVERYTHING), draw_x((6,))
-    routing = other_routing(6, EVERYTHING.top_k)
-    forward = stages(weights, x)
-    upstream = draw_x((6,), 3)
-    given = dataclasses.replace(weights.spec, router=None)
-    alone = stages_of(weights, x, TopK(routing.ids, routing.weights), given)
-    alone |= {"logits": forward["logits"], "ids": routing.ids, "weights": routing.weights}
-    operands = MoEOperands(x, weights.experts, weights.router, shared=weights.shared)
-    wanted = moe_backward_stages(OutputGradients(upstream), operands, weights.spec, alone)
-    with running_on("reference"):
-        layer, tokens = MoE.from_weights(weights), to_torch(x).requires_grad_()
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        with trace.capture() as recording, trace.replay([routing]):
-            y = call(tokens)
-        # The backward needs no block around it.
-        y.backward(to_torch(upstream))
-    np.testing.assert_array_equal(to_numpy(y), alone["output"])
-    np.testing.assert_array_equal(recording.trace()[0].ids, routing.ids)
-    np.testing.assert_array_equal(to_numpy(tokens.grad), wanted["d_x"])
-    for name, gradient in wanted.items():
-        if name.startswith(("d_experts.", "d_shared.", "d_routing.")):
-            own = layer.get_parameter(layer_name(name.removeprefix("d_"))).grad
-            np.testing.assert_array_equal(to_numpy(own), gradient, err_msg=name)
-    assert layer.router.weight.grad.any()
-
-
-def stages_of(weights: Any, x: np.ndarray, routing: TopK, spec: Any) -> dict[str, np.ndarray]:
-    return moe_stages(x, weights.experts, routing, spec, shared=weights.shared)
 
 
 def test_weights_given_by_the_caller_learn_from_a_replayed_routing() -> None:

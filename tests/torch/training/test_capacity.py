@@ -10,26 +10,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import moe_torch
 from moe_core.layers import MoELayerSpec
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs.routing import LogitsSpec, RouterSpec
-from moe_torch.operators.kinds import MATRICES
 from moe_torch.operators.stages import ROUTE_BACKWARD, ROUTER_BACKWARD
-from tests.support.layers import EVERYTHING, SPECS, draw_weights, draw_x, drop_slots
-from tests.support.torch import on_engines, require_equal, running_on, to_numpy, to_torch
+from tests.support.layers import SPECS, draw_weights, draw_x, drop_slots
+from tests.support.torch import on_engines, running_on, to_numpy, to_torch
 from tests.support.training.loop import Loop
-from tests.support.training.tolerances import BF16_LOOP, FP32
+from tests.support.training.tolerances import FP32
 from tests.support.training.torch import Seen
 from tests.support.training.torch_layers import (
-    gradients,
     layer_name,
-    objective,
     problem_of,
-    require_all_equal,
     trainable,
 )
 
@@ -90,57 +84,6 @@ def test_gradients_are_those_of_a_loop(engine: str, name: str, factor: float, ma
         actual = to_numpy(found[layer_name(key)])
         rms = np.sqrt(np.square(expected).mean())
         assert_close(actual, expected, FP32, f"d_{key}", scale=rms)
-
-
-def test_bf16_on_the_reference() -> None:
-    spec, x = limited(SPECS["qwen3_moe"], 0.6), draw_x((9,), dtype="bfloat16")
-    with running_on("reference"):
-        layer = make(spec, dtype="bfloat16")
-        found = gradients(layer, to_torch(x))
-        with torch.no_grad():
-            y = layer(to_torch(x))
-            free = make(SPECS["qwen3_moe"], dtype="bfloat16")
-            _, aux = free(to_torch(x), return_aux=True)
-    problem = problem_of(spec, x, 2 * to_numpy(y).astype(np.float32))
-    exact = draw_weights(spec, dtype="bfloat16")
-    problem = problem.replace(experts=exact.experts, routing=exact.router)
-    wanted = LimitedLoop(problem, to_numpy(aux.ids), spec.capacity(9)).autograd(torch.float64)
-    for key, expected in wanted.items():
-        rms = np.sqrt(np.square(expected).mean())
-        assert_close(to_numpy(found[layer_name(key)]), expected, BF16_LOOP, f"d_{key}", scale=rms)
-
-
-def test_programs() -> None:
-    """One graph for every number of tokens, checkpoints, recompute and main_grad."""
-    spec = limited(EVERYTHING, 0.6)
-    counter = CompileCounterWithBackend("aot_eager")
-    with running_on("reference"):
-        layer, again = make(spec), make(dataclasses.replace(spec, recompute=True))
-        compiled = torch.compile(objective, fullgraph=True, backend=counter)
-        for number, num_tokens in enumerate((5, 9, 33)):
-            x = to_torch(draw_x((num_tokens,), number)).requires_grad_()
-            torch._dynamo.mark_dynamic(x, 0)
-            with torch._dynamo.config.patch(error_on_recompile=number > 0):
-                found = torch.autograd.grad(compiled(layer, x), [x, *layer.parameters()])
-            wanted = gradients(layer, x)
-            for one, (name, other) in zip(found, wanted.items(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
-        assert counter.frame_count == 1
-
-        def checkpointed(x: Any, mask: Any, *, return_aux: bool) -> Any:
-            return checkpoint(layer, x, mask, return_aux=return_aux, use_reentrant=False)
-
-        checkpointed.named_parameters = layer.named_parameters  # type: ignore[attr-defined]
-        require_all_equal(gradients(checkpointed, x), wanted, "checkpoint")
-        require_all_equal(gradients(again, x), wanted, "recompute")
-        main = make(dataclasses.replace(spec, main_grad=True))
-        matrices = {layer_name(name) for name in MATRICES}
-        for name, parameter in main.named_parameters():
-            if name in matrices:
-                parameter.main_grad = torch.zeros_like(parameter)
-        objective(main, x.detach()).backward()
-    for name, parameter in main.named_parameters():
-        require_equal(parameter.main_grad if name in matrices else parameter.grad, wanted[name], name)
 
 
 @on_engines

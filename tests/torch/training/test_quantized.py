@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,22 +11,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import moe_torch
-from moe_core.formats import QuantizedTensor, format_named, scheme_named
+from moe_core.formats import QuantizedTensor, format_named
 from moe_core.ops.quantize.reference import dequantize, quantize
 from moe_core.parity.tolerance import assert_close
 from moe_core.specs import Activation, MatmulSpec, MoESpec, RouterSpec
 from moe_core.specs.operands import OutputGradients, map_arrays, named_fields
-from moe_torch import ExpertsSpec, MatmulOperands, MoE, MoELayerSpec, SharedExpertsSpec, trace
+from moe_torch import MatmulOperands
 from moe_torch.bridge.operator import Operator
 from moe_torch.layers.weights import from_numpy
 from moe_torch.operators.stages import MATMUL_OGS_QUANTIZED_BACKWARD
 from moe_torch.operators.table import QUANTIZED_BACKWARD, QUANTIZED_BACKWARD_INTO, QUANTIZED_TRAINING
 from tests.support.strategies import hard_routing
-from tests.support.torch import REAL_KERNELS, require_equal, running_on, to_numpy, to_torch
+from tests.support.torch import REAL_KERNELS, running_on, to_numpy, to_torch
 from tests.support.training.loop import Loop, Problem, draw_problem, routed
 from tests.support.training.tolerances import FP32
 from tests.support.training.torch import Seen, Step
@@ -107,12 +104,6 @@ def test_gradients_are_those_of_a_plain_loop(name: str) -> None:
 
 def test_gradients_of_real_kernels() -> None:
     check("given ids", REAL_KERNELS)
-
-
-def test_recomputing_gives_the_same_bits() -> None:
-    with running_on("reference"):
-        kept, found = (quantized_step(frozen("routed", recompute=flag)).gradients() for flag in (False, True))
-    require_equal(tuple(found.values()), tuple(kept.values()), "recompute")
 
 
 def of_outputs(problem: Problem) -> Problem:
@@ -239,107 +230,3 @@ def test_opcheck() -> None:
             )
             results = torch.library.opcheck(operator.overload, arguments, test_utils=utilities)
             assert set(results.values()) == {"SUCCESS"}, f"{operator.name}: {results}"
-
-
-def layer(scheme: str = "mxfp4_w4a16", dtype: Any = torch.float32, **options: Any) -> MoE:
-    """A layer with everything that is trained beside quantised matrices; always the same numbers."""
-    torch.manual_seed(0)
-    experts = ExpertsSpec(bias=True, scheme=scheme_named(scheme))
-    parts = {"experts": experts, "shared_experts": SharedExpertsSpec(16), "router_bias": True}
-    made = MoE.from_spec(MoELayerSpec(D, F, 4, 2, **(parts | options)), dtype=dtype)
-    for matrix, columns in ((made.experts.gate_up, D), (made.experts.down, F)):
-        shape = (4, matrix.values.shape[1], columns)
-        tensor = moe_torch.quantize(torch.randn(shape) * columns**-0.5, matrix.spec.format)
-        matrix.values.copy_(tensor.values)
-        matrix.scales.copy_(tensor.scales)
-    return made
-
-
-def objective(one: Any, x: Any) -> Any:
-    y, aux = one(x, return_aux=True)
-    return y.float().square().sum() + 0.7 * aux.load_balance_loss - 0.3 * aux.z_loss
-
-
-def layer_gradients(one: Any, x: Any, parameters: Any) -> tuple[Any, ...]:
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(objective(one, x), [x, *parameters])
-
-
-def test_layers_train_what_is_not_quantised() -> None:
-    """Router, biases and shared experts, as beside the dequantised experts, which stay as they are."""
-    with running_on("reference"):
-        ours, x = layer(), torch.randn(7, D)
-        plain = MoE.from_spec(dataclasses.replace(ours.spec, experts=ExpertsSpec(bias=True)))
-        found = dict(
-            zip(["x", *dict(ours.named_parameters())], layer_gradients(ours, x, ours.parameters()), strict=True)
-        )
-        state = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-        for name in ("gate_up", "down"):
-            getattr(plain.experts, name).data = moe_torch.dequantize(getattr(ours.experts, name).tensor())
-        plain.load_state_dict(
-            {name: tensor for name, tensor in state.items() if name in plain.state_dict()}, strict=False
-        )
-        parameters = {name: one for name, one in plain.named_parameters() if name in found}
-        wanted = dict(zip(["x", *parameters], layer_gradients(plain, x, parameters.values()), strict=True))
-        assert found.keys() == wanted.keys() and "experts.down_bias" in found and "router.bias" in found
-        for name, gradient in found.items():
-            assert gradient.any(), name
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
-        optimizer = torch.optim.SGD(ours.parameters(), 1e-2)
-        objective(ours, x).backward()
-        optimizer.step()
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, state[name]) == name.endswith((".values", ".scales")), name
-
-
-def test_programs() -> None:
-    """One compiled graph for every number of tokens; checkpoints, autocast and replays give the same bits."""
-    counter = CompileCounterWithBackend("aot_eager")
-    with running_on("reference"):
-        ours = layer(dtype=torch.bfloat16)
-        compiled = torch.compile(objective, fullgraph=True, backend=counter)
-        for number, num_tokens in enumerate((5, 9, 6)):
-            x = torch.randn(num_tokens, D, dtype=torch.bfloat16, requires_grad=True)
-            torch._dynamo.mark_dynamic(x, 0)
-            leaves, wanted = [x, *ours.parameters()], layer_gradients(ours, x.detach(), ours.parameters())
-            with torch._dynamo.config.patch(error_on_recompile=number > 0):
-                require_equal(torch.autograd.grad(compiled(ours, x), leaves), wanted, f"{num_tokens} tokens")
-        assert counter.frame_count == 1
-        x = x.detach()
-
-        def checkpointed(x: Any, **options: Any) -> Any:
-            return checkpoint(ours, x, use_reentrant=False, **options)
-
-        require_equal(layer_gradients(checkpointed, x, ours.parameters()), wanted, "checkpoint")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            require_equal(layer_gradients(ours, x, ours.parameters()), wanted, "autocast")
-        recomputing = layer(dtype=torch.bfloat16, recompute=True)
-        require_equal(layer_gradients(recomputing, x, recomputing.parameters()), wanted, "recompute")
-        with trace.capture() as recording:
-            ours(x)
-        with trace.replay(recording.trace()):
-            require_equal(layer_gradients(ours, x, ours.parameters()), wanted, "replayed")
-        roomy = layer(dtype=torch.bfloat16, capacity_factor=4.0)
-        for name, one, other in zip(
-            ("x", *dict(roomy.named_parameters())), layer_gradients(roomy, x, roomy.parameters()), wanted, strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2, msg=name)
-        for one in (recomputing, roomy):
-            assert "moe_backward" in one.explain(6, training=True) and not one.warmup([6], training=True).kernels
-
-
-def test_main_grad_takes_the_gradients_of_shared_experts() -> None:
-    with running_on("reference"):
-        ours, x = layer(), torch.randn(6, D)
-        adding: Any = copy.deepcopy(layer(main_grad=True))
-        for name in ("gate_up", "down"):
-            weight = adding.shared_experts.get_parameter(name)
-            weight.main_grad = torch.ones_like(weight)
-        for one in (ours, adding):
-            objective(one, x).backward()
-    for (name, one), other in zip(adding.named_parameters(), ours.parameters(), strict=True):
-        assert other.grad is not None
-        if hasattr(one, "main_grad"):
-            torch.testing.assert_close(one.main_grad, other.grad + 1, msg=name)
-        else:
-            require_equal(one.grad, other.grad, name)
