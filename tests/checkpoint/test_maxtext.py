@@ -30,7 +30,6 @@ from tests.support.flax import (
     CONFIGS,
     assert_same_bits,
     draw_weights,
-    linen_layer,
     nnx_layer,
     preset,
 )
@@ -128,44 +127,6 @@ def test_shapes_are_checked_against_the_told_storage():
     spec = preset("mixtral")
     with pytest.raises(InvalidInput, match="by the layouts of spec"):
         from_maxtext(to_maxtext(draw_weights(spec)), spec, storage=Storage("out_in", "separate", "in_out"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_torch_and_flax_layers_exchange_bits(name, dtype):
-    torch = pytest.importorskip("torch", reason="the exchange needs torch")
-    from moe_torch.layers import MoE
-
-    weights, spec = draw_weights(preset(name), dtype), preset(name)
-    there = MoE.from_weights(weights)
-    flax = nnx_layer(there.export_weights(), spec, param_dtype=dtype)
-    linen, variables = linen_layer(there.export_weights(), spec, param_dtype=dtype)
-    back = MoE.from_spec(spec, dtype=getattr(torch, dtype))
-    for exported in (flax.export_weights(), linen.export_weights(variables)):
-        assert exported.storage == MAXTEXT
-        back.load_weights(exported)
-        assert_same_bits(back.export_weights(), weights)
-        state = there.state_dict()
-        assert all(torch.equal(tensor, state[key]) for key, tensor in back.state_dict().items())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen2_moe"])
-def test_orbax_round_trip(tmp_path, name, dtype):
-    spec, weights = preset(name), draw_weights(preset(name), dtype)
-    layer = nnx_layer(weights, spec, param_dtype=dtype)
-    state = flax_nnx.to_pure_dict(flax_nnx.state(layer))
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "layer", state)
-        checkpointer.save(tmp_path / "tree", to_maxtext(weights))
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "layer", jax.tree.map(lambda value: value, state))
-        tree = checkpointer.restore(tmp_path / "tree", to_maxtext(weights))
-    again = flax_nnx.eval_shape(lambda: nnx.MoE.from_spec(spec, param_dtype=dtype, rngs=flax_nnx.Rngs(0)))
-    flax_nnx.update(again, restored)
-    assert_same_bits(again.export_weights(), weights)
-    assert_same_bits(from_maxtext(restored, spec, storage=MAXTEXT), weights)
-    assert_same_bits(from_maxtext(tree, spec, storage=MAXTEXT), weights)
 
 
 needs_judge = pytest.mark.skipif(

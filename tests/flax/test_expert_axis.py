@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec, SharedExpertsSpec
-from moe_jax import layers, linen
+from moe_jax import layers
 from moe_jax.nnx import MoE
 from tests.support.jax import running_on
 from tests.support.parallel.jax import ep_mesh
@@ -76,28 +73,6 @@ def test_nnx_layers_are_parallelized_in_place() -> None:
         np.testing.assert_array_equal(found, expected)
         with pytest.raises(InvalidInput, match="expert_axis must name an axis of the mesh, got None; pass 'ep'"):
             layer.parallelize(mesh, None)
-
-
-@pytest.mark.parametrize("whose", ["the layer's own shard_map", "the caller's shard_map"])
-def test_linen_layers(whose: str) -> None:
-    """In the caller's shard_map the parameters have the shapes of a rank."""
-    module, mesh, x = linen.MoE.from_spec(SPEC, expert_axis="ep"), ep_mesh(4), tokens()
-    with running_on("reference"):
-        variables = nn.unbox(module.init(jax.random.key(1), x))
-        expected = linen.MoE.from_spec(SPEC).apply(variables, x)
-        specs: Any = layers.expert_specs(SPEC)
-        state = {"gate": {"correction_bias": specs["gate"].pop("correction_bias")}}
-        specs = {"params": specs, linen.STATE: state}
-        if whose == "the caller's shard_map":
-            call = jax.shard_map(module.apply, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
-            found = jax.jit(call)(variables, x)
-        else:
-            with jax.set_mesh(mesh):
-                places = jax.tree.map(
-                    lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda one: isinstance(one, P)
-                )
-                found = jax.jit(module.apply)(jax.device_put(variables, places), x)
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_checkpoints_move_between_numbers_of_devices(tmp_path: pathlib.Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import pathlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as checkpoint
 import pytest
 from flax import nnx as flax_nnx
 from flax import traverse_util
@@ -327,21 +325,3 @@ def test_missing_parameters_are_named() -> None:
     x = jnp.ones((2, D))
     with pytest.raises(InvalidInput, match=r"parameters must hold gate/kernel, got bias in gate"):
         layers.forward({"gate": {"bias": x}, "wo": x}, x, MoELayerSpec(D, F, E, 2))
-
-
-def test_orbax_round_trip(tmp_path: pathlib.Path) -> None:
-    spec = preset("deepseek_v3")
-    weights = draw_weights(spec, "bfloat16")
-    layer = nnx_layer(weights, spec, param_dtype=jnp.bfloat16)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "layer", flax_nnx.state(layer))
-        checkpointer.wait_until_finished()
-        fresh = abstract(spec, param_dtype=jnp.bfloat16)
-        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), flax_nnx.state(fresh)
-        )
-        flax_nnx.update(fresh, checkpointer.restore(tmp_path / "layer", wanted))
-    restored = fresh.export_weights()
-    assert isinstance(restored, LayerWeights)
-    same_arrays(convert_weights(restored, HUGGING_FACE), weights)

@@ -167,23 +167,6 @@ def test_fresh_layers_are_zeros_to_be_loaded() -> None:
             plain.explain(8, {"params": {**variables["params"], **variables[linen.QUANTIZED]}})
 
 
-def test_gradients_flow_through_the_experts() -> None:
-    x = tokens()
-    with running_on("reference"):
-        layer = nnx.MoE.from_weights(layer_weights(activations=None))
-
-        def loss(layer: nnx.MoE) -> jax.Array:
-            return jnp.square(layer(x).astype(jnp.float32)).sum()
-
-        found = flax_nnx.to_flat_state(flax_nnx.grad(loss)(layer))
-        names = {"/".join(map(str, key)) for key, _ in found}
-        assert names == {"gate/kernel", "wi_bias", "wo_bias", "shared_experts/wi/kernel", "shared_experts/wo/kernel"}
-        assert all(np.abs(np.asarray(value.get_value(), np.float32)).max() > 0 for _, value in found)
-        rounding = nnx.MoE.from_weights(layer_weights())
-        with pytest.raises(Unsupported, match="moe has no gradient with activations mxfp4"):
-            flax_nnx.grad(loss)(rounding)
-
-
 def test_the_spec_describes_the_layer() -> None:
     spec = layer_weights().layer_spec()
     assert isinstance(spec, MoELayerSpec) and spec.experts.scheme == W4A4

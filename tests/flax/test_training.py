@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -14,13 +13,10 @@ from flax import nnx as flax_nnx
 import moe_jax
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
-from moe_jax import layers, nnx
-from tests.support.flax import draw_tokens, draw_weights, linen_layer, nnx_layer, preset
-from tests.support.jax import REAL_KERNELS, on_engines, running_on
-from tests.support.layers import drop_slots
+from moe_jax import layers
+from tests.support.flax import draw_tokens, draw_weights, nnx_layer, preset
+from tests.support.jax import on_engines, running_on
 from tests.support.training.jax import Problem, compile_quickly, plain, plans_in
-from tests.support.training.jax import _expert as expert
-from tests.support.training.jax import _weights as slot_weights
 
 FAMILIES = ["mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"]
 NUM_TOKENS = 6
@@ -84,55 +80,6 @@ def test_nnx_layers_train(engine: str, family: str) -> None:
         assert len(jax.tree.leaves(found)) == trained
 
 
-@on_engines
-@pytest.mark.parametrize("family", FAMILIES)
-def test_linen_layers_train(engine: str, family: str) -> None:
-    spec = preset(family)
-    with running_on(engine):
-        layer, variables = linen_layer(draw_weights(spec), spec)
-        x = jnp.asarray(draw_tokens(spec, "float32", NUM_TOKENS))
-
-        def run(variables: Any, x: jax.Array) -> Any:
-            return layer.apply(variables, x, return_aux=True)
-
-        _, aux = run(variables, x)
-
-        def loss(params: Any) -> jax.Array:
-            return layer_value(run({**variables, "params": params}, x))
-
-        found = jax.jit(jax.grad(loss))(variables["params"])
-        parameters = nnx_layer(draw_weights(spec), spec).parameters()
-        require_close(found, plain_gradients(parameters, x, spec, aux)[0])
-
-
-@on_engines
-def test_a_scan_over_an_nnx_stack_trains_it(engine: str) -> None:
-    """The stack's gradients are those of layers by themselves; every layer's are there."""
-    spec = preset("deepseek_v3")
-    with running_on(engine):
-        weights = [draw_weights(spec, seed=seed) for seed in range(3)]
-        stack = nnx_layer(weights, spec, num_layers=3)
-        singles = [nnx_layer(one, spec) for one in weights]
-        x = jnp.asarray(draw_tokens(spec, "float32", NUM_TOKENS))
-
-        def scanned(stack: nnx.MoE, x: jax.Array) -> jax.Array:
-            def step(x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-                return x + stack(x, layer_index=index), None
-
-            return (jax.lax.scan(step, x, jnp.arange(3))[0] ** 2).mean()
-
-        def looped(singles: list[nnx.MoE], x: jax.Array) -> jax.Array:
-            for layer in singles:
-                x = x + layer(x)
-            return (x**2).mean()
-
-        step = jax.jit(jax.grad(scanned))
-        found = flax_nnx.to_pure_dict(flax_nnx.state(step(stack, x), flax_nnx.Param))
-        wanted = [flax_nnx.to_pure_dict(flax_nnx.state(one, flax_nnx.Param)) for one in jax.grad(looped)(singles, x)]
-        require_close(found, jax.tree.map(lambda *arrays: jnp.stack(arrays), *wanted))
-        assert [plan.name for plan in plans_in(step.lower(stack, x))] == ["moe", "moe_backward"]
-
-
 def test_frozen_experts_cost_nothing() -> None:
     spec = preset("mixtral")
     with running_on("reference"):
@@ -154,58 +101,6 @@ def test_mixed_precision_trains_float32_parameters() -> None:
         found = jax.jit(jax.grad(lambda layer: layer(x).astype(jnp.float32).sum()))(layer)
         for gradient in jax.tree.leaves(found):
             assert gradient.dtype == jnp.float32 and np.isfinite(gradient).all()
-
-
-@jax.default_matmul_precision("highest")
-def limited_gradients(parameters: Any, x: jax.Array, spec: MoELayerSpec, mask: Any, ids: np.ndarray) -> Any:
-    """Those of plain experts that take slots one after the other, as many as they may; ids: all that were chosen.
-
-    The value is that of `test_layers_with_a_capacity_limit_train`.
-    """
-    kept = drop_slots(ids, spec.capacity(x.shape[0]))
-    moe_spec, chosen = spec.moe_spec(MAXTEXT), jnp.maximum(ids, 0)
-
-    def loss(parameters: Any, x: jax.Array) -> jax.Array:
-        problem = problem_of(parameters, x, spec)
-        logits = x @ problem.routing.weight
-        weights = jax.vmap(lambda row, of: slot_weights(row, of, spec.router))(logits, chosen)
-        output = jnp.zeros(x.shape)
-        for number in range(spec.num_experts):
-            share = jnp.where(kept == number, weights, 0).sum(1, keepdims=True)
-            output += share * jax.vmap(lambda row, number=number: expert(row, problem.experts, number, moe_spec))(x)
-        if problem.shared is not None:
-            output += jax.vmap(lambda row: expert(row, problem.shared, None, moe_spec))(x)
-        counts = jnp.asarray(np.bincount(ids[ids >= 0], minlength=spec.num_experts), jnp.int32)
-        return value_of(output, *layers.router_losses(logits, counts, mask, spec=spec.router))
-
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, x)
-
-
-@pytest.mark.parametrize(
-    ("engine", "family", "masked"), [("reference", "mixtral", False), (REAL_KERNELS, "deepseek_v3", True)]
-)
-def test_layers_with_a_capacity_limit_train(engine: str, family: str, masked: bool) -> None:
-    """Dropped slots get nothing; the slots beside them were normalised with them."""
-    free = preset(family)
-    spec = dataclasses.replace(free, capacity_factor=0.5, recompute=masked)
-    with running_on(engine):
-        layer, x = nnx_layer(draw_weights(spec), spec), jnp.asarray(draw_tokens(spec, "float32", 9))
-        mask = jnp.arange(9) % 4 != 1 if masked else None
-        parameters = layer.parameters()
-        _, aux = layers.forward(parameters, x, free, token_mask=mask, return_aux=True)
-
-        def loss(parameters: Any, x: jax.Array) -> jax.Array:
-            return layer_value(layers.forward(parameters, x, spec, token_mask=mask, return_aux=True))
-
-        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, x)
-        wanted = limited_gradients(parameters, x, spec, mask, np.asarray(aux.ids))
-        state = [leaf.path for leaf in layers.leaves(spec) if leaf.is_state]
-        for path in state:
-            assert not np.asarray(found[0][path[0]][path[1]]).any()
-            wanted[0][path[0]][path[1]] = found[0][path[0]][path[1]]
-        require_close(found, wanted)
-        _, limited = layers.forward(parameters, x, spec, token_mask=mask, return_aux=True)
-        assert (np.asarray(limited.ids) < 0).sum() > (np.asarray(aux.ids) < 0).sum()
 
 
 @on_engines

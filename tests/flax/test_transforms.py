@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
 from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.specs.operands import ExpertWeights, SharedExpert
@@ -116,25 +114,16 @@ def test_a_shared_stack_must_have_the_layers_of_the_experts() -> None:
 
 
 @on_engines
-@pytest.mark.parametrize("run", [scan_of_jax, scan_of_nnx])
-def test_scan_over_an_nnx_stack_copies_no_weight(engine: str, run: Run) -> None:
-    spec = everything()
-    with running_on(engine):
-        stacked, x = stack(spec), jnp.asarray(draw_tokens(spec, "float32", 7))
-        compiled = program_text(jax.jit(run).lower(stacked, x))
-        assert 'custom_call_target="moebius_plan"' in compiled
-        assert copies(compiled, stacked) == []
-
-
-@on_engines
-def test_scan_over_a_linen_stack_copies_no_weight(engine: str) -> None:
+@pytest.mark.parametrize("run", [scan_of_jax, scan_of_nnx, None], ids=["jax", "nnx", "linen"])
+def test_a_scan_over_a_stack_copies_no_weight(engine: str, run: Run | None) -> None:
     spec = everything()
     with running_on(engine):
         model, variables = linen_stack(spec)
-        x = jnp.asarray(draw_tokens(spec, "float32", 7))
-        compiled = program_text(jax.jit(model.apply).lower(variables, x))
+        stacked, x = stack(spec), jnp.asarray(draw_tokens(spec, "float32", 7))
+        program = jax.jit(model.apply).lower(variables, x) if run is None else jax.jit(run).lower(stacked, x)
+        compiled = program_text(program)
         assert 'custom_call_target="moebius_plan"' in compiled
-        assert copies(compiled, stack(spec)) == []
+        assert copies(compiled, stacked) == []
 
 
 def test_what_the_docstrings_say_about_copies() -> None:
@@ -235,52 +224,6 @@ def test_remat_policies_know_the_output_by_maxtexts_names(policy: tuple[str, ...
         program = str(jax.make_jaxpr(gradient)(jnp.float32(2)))
         assert program.count("moebius_call[") == calls
         assert np.isfinite(jax.jit(gradient)(jnp.float32(2))[1])
-
-
-def test_remat_of_both_flavours() -> None:
-    spec = preset("mixtral")
-    with running_on("reference"):
-        layer, (module, variables) = nnx_layer(draw_weights(spec), spec), linen_layer(draw_weights(spec), spec)
-        x = jnp.asarray(draw_tokens(spec, "float32", 3))
-        expected = np.asarray(layer(x))
-        again = flax_nnx.remat(lambda layer, x: layer(x))
-        np.testing.assert_array_equal(jax.jit(again)(layer, x), expected)
-        fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(MoELayerSpec)}
-        np.testing.assert_array_equal(jax.jit(nn.remat(linen.MoE)(**fields).apply)(variables, x), expected)
-
-
-def cpu_mesh() -> Mesh:
-    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
-
-
-def split_batch(layer: Callable[..., Any], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What every device does in the recipe."""
-    y, aux = layer(x, return_aux=True)
-    return y, jax.lax.psum(aux.tokens_per_expert, "data")
-
-
-@pytest.mark.parametrize("flavour", ["nnx", "linen", "linen boxed"])
-def test_shard_map_over_the_batch(flavour: str) -> None:
-    """Equal bits to each device's part alone; counts are of the whole batch."""
-    spec, mesh = preset("deepseek_v3"), cpu_mesh()
-    with running_on("reference"):
-        x = jnp.asarray(draw_tokens(spec, "float32", 8, 3))
-        weights = draw_weights(spec)
-        layer = nnx_layer(weights, spec)
-        module, variables = linen_layer(weights, spec)
-        if "boxed" in flavour:
-            variables = jax.tree.map(lambda array: nn.LogicallyPartitioned(array, (None,) * array.ndim), variables)
-
-        def body(held: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return split_batch(held if flavour == "nnx" else functools.partial(module.apply, held), x)
-
-        held = layer if flavour == "nnx" else variables
-        sharded = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P()))
-        y, counts = jax.jit(sharded)(held, x)
-        assert len(y.sharding.device_set) == 4
-        parts = [jax.jit(lambda layer, x: layer(x, return_aux=True))(layer, part) for part in jnp.split(x, 4)]
-    np.testing.assert_array_equal(np.asarray(y), np.concatenate([np.asarray(part) for part, _ in parts]))
-    np.testing.assert_array_equal(np.asarray(counts), sum(np.asarray(aux.tokens_per_expert) for _, aux in parts))
 
 
 X = np.ones((2, 3, 48), np.float32)

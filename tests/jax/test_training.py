@@ -262,25 +262,6 @@ def test_more_names_of_a_policy_save_nothing_twice() -> None:
         assert saved(*SAVED_NAMES) == saved("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1") != saved()
 
 
-def test_remat_in_a_scan_over_layers() -> None:
-    with running_on("reference"):
-        (x, _, routing), spec = to_jax(small_layer()[:3]), small_layer().spec
-        stacked = stacked_weights()
-
-        def loss(stacked: moe_jax.ExpertWeights, policy: Any) -> jax.Array:
-            def layer(carry: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-                experts = dataclasses.replace(stacked, layer_index=index.reshape(1))
-                return carry + moe_jax.moe(carry, experts, routing, spec).output, None
-
-            body = jax.checkpoint(layer, policy=policy) if policy else layer
-            return (jax.lax.scan(body, x, jnp.arange(3, dtype=jnp.int32))[0] ** 2).sum()
-
-        wanted = jax.jit(jax.grad(functools.partial(loss, policy=None)))(stacked)
-        for names in ((), SAVED_NAMES):
-            policy = jax.checkpoint_policies.save_only_these_names(*names)
-            require_equal(jax.jit(jax.grad(functools.partial(loss, policy=policy)))(stacked), wanted)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_shard_map_data_parallel(check_vma: bool, inside: bool) -> None:
@@ -304,16 +285,6 @@ def test_shard_map_data_parallel(check_vma: bool, inside: bool) -> None:
         found = jax.jit(mapped if inside else jax.grad(mapped))(weights, x)
         wanted = jax.jit(jax.grad(loss))(weights, x)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
-
-
-@on_engines
-def test_vmap_of_a_gradient(engine: str) -> None:
-    with running_on(engine):
-        problem = to_jax(make(SOFTMAX))
-        batch = jnp.stack([problem.x, -problem.x])
-        gradient = jax.grad(lambda x: op_loss(problem._replace(x=x), SOFTMAX))
-        many = jax.vmap(gradient)(batch)
-        require_equal(many, jnp.stack([gradient(one) for one in batch]))
 
 
 @on_engines
@@ -341,16 +312,6 @@ def test_a_replayed_layer_trains_its_router(engine: str, spec: MoESpec, kind: ty
         if kind is not TopK:
             router = "routing.weight" if kind is RouterWeights else "routing.logits"
             assert np.abs(np.asarray(ours[router])).max() > 0
-
-
-def test_half_precision_gradients_have_their_arrays_dtypes() -> None:
-    _, spec, kind, options = CASES[2]
-    with running_on("reference"):
-        problem = to_jax(make(spec, kind, "bfloat16", **options))
-        arrays, put = split(problem)
-        found = jax.jit(jax.grad(lambda arrays: op_loss(put(arrays), spec)))(arrays)
-        for name, array in arrays.items():
-            assert found[name].dtype == array.dtype and np.isfinite(np.asarray(found[name], np.float32)).all(), name
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ import moe_jax
 from moe_core.specs import RouterSpec
 from moe_jax.bridge import ffi
 from tests.support.jax import (
-    NUM_LAYERS,
     on_engines,
     program_text,
     run_stack,
@@ -38,19 +37,6 @@ def run_sliced(
         return carry + moe_jax.moe(carry, experts, routing, spec).output, None
 
     return jax.lax.scan(layer, x, stacked)[0]
-
-
-@on_engines
-def test_scan_over_stacked_layers_equals_a_loop(engine: str) -> None:
-    with running_on(engine):
-        (x, _, routing), spec = to_jax(small_layer()[:3]), small_layer().spec
-        stacked = stacked_weights()
-        result = jax.jit(run_stack, static_argnums=3)(x, stacked, routing, spec)
-        expected = x
-        for number in range(NUM_LAYERS):
-            experts = jax.tree.map(lambda array: array[number], stacked)  # noqa: B023
-            expected = expected + moe_jax.moe(expected, experts, routing, spec).output
-        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
 @on_engines
@@ -91,25 +77,6 @@ def test_cond_and_checkpoint(engine: str) -> None:
         np.testing.assert_array_equal(np.asarray(chosen(True, x)), expected)
         np.testing.assert_array_equal(np.asarray(chosen(False, x)), np.asarray(x))
         np.testing.assert_array_equal(np.asarray(jax.jit(jax.checkpoint(forward))(x)), expected)
-
-
-@on_engines
-def test_vmap_runs_every_element(engine: str) -> None:
-    with running_on(engine):
-        layer = small_layer(num_tokens=4)
-        x, experts, routing = to_jax(layer[:3])
-        batch = jnp.stack([x, -x, 2 * x])
-
-        def forward(x: jax.Array, routing: moe_jax.RouterWeights) -> moe_jax.MoEOutput:
-            return moe_jax.moe(x, experts, routing, layer.spec)
-
-        result = jax.vmap(forward, in_axes=(0, None))(batch, routing)
-        for number in range(3):
-            expected = forward(batch[number], routing)
-            for name, many, one in zip(expected._fields, result, expected, strict=True):
-                # NumPy adds up a single row in another order than several.
-                bound = 1e-4 if engine == "reference" else 0
-                np.testing.assert_allclose(many[number], one, bound, bound / 10, err_msg=name)
 
 
 @pytest.mark.parametrize("axes", [(3,), (3, 4)], ids=("of each", "of tokens of each"))

@@ -160,37 +160,6 @@ def test_a_layer_in_the_callers_shard_map() -> None:
     np.testing.assert_allclose(gradients["gate"]["kernel"], one[1][0]["gate"]["kernel"], 1e-5, 1e-6)
 
 
-def test_twenty_training_steps() -> None:
-    """From the state of one device every step's gradients of experts are its bits; a run of its own follows it to
-    rounding, correction bias and all."""
-    spec, mesh = SPECS["a correction bias"], ep_mesh(4)
-
-    def step(parameters: Any, x: jax.Array, mask: jax.Array, grad: Any) -> Any:
-        (loss, (_, aux)), (gradients, _) = grad(parameters, x, mask)
-        bias = layers.update_correction_bias(parameters["gate"].pop("correction_bias"), aux.tokens_per_expert, 1e-3)
-        gradients["gate"].pop("correction_bias")
-        parameters = jax.tree.map(lambda old, gradient: old - 1e-3 * gradient, parameters, gradients)
-        return loss, gradients, {**parameters, "gate": {**parameters["gate"], "correction_bias": bias}}
-
-    with running_on("reference"):
-        state, x, mask = draw(spec)
-        places = layers.expert_sharding(spec, mesh)
-        group = jax.device_put(state, places)
-        grads = [loss_of(functools.partial(layers.forward, spec=spec, expert_axis=axis)) for axis in (None, "ep")]
-        one, many = (jax.jit(functools.partial(step, grad=grad)) for grad in grads)
-        for number in range(20):
-            x = jnp.roll(x, number, axis=0) * 1.01
-            with jax.set_mesh(mesh):
-                _, same, _ = many(jax.device_put(state, places), x, mask)
-                loss, _, group = many(jax.device_put(group, places), x, mask)
-            expected, gradients, state = one(state, x, mask)
-            for name in ("wi_0", "wi_1", "wo"):
-                np.testing.assert_array_equal(same[name], gradients[name], f"{name}, step {number}")
-            np.testing.assert_allclose(loss, expected, 1e-5, err_msg=f"step {number}")
-    for own, other in zip(jax.tree.leaves(group), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(own, other, 1e-4, 1e-6)
-
-
 def test_bounds_of_layers() -> None:
     """What does not fit is counted and NaN; a bound that all fits into changes nothing."""
     mesh, exchange = ep_mesh(2), ExchangeSpec("padded", "slots")
@@ -232,21 +201,6 @@ def test_where_parameters_are() -> None:
     assert layers.expert_sharding(PLAIN, ep_mesh(3))["wo"].is_fully_replicated, "3 devices do not divide 8 experts"
     with pytest.raises(InvalidInput, match=r"axis must be one of the mesh's .*, got 'model'"):
         layers.expert_sharding(PLAIN, ep_mesh(4), "model")
-
-
-def test_quantised_experts() -> None:
-    spec, mesh = MoELayerSpec(128, 128, 4, 2), ep_mesh(2)
-    with running_on("reference"):
-        parameters = layers.initialize(spec, jax.random.key(0))
-        parameters, spec = layers.quantize_experts(parameters, spec, scheme_named("int8_w8a16"))
-        x = jax.random.normal(jax.random.key(1), (6, 128))
-        one = layers.forward(parameters, x, spec, dtype=jnp.float32)
-        with jax.set_mesh(mesh):
-            placed = jax.device_put(parameters, layers.expert_sharding(spec, mesh))
-            found = jax.jit(functools.partial(layers.forward, spec=spec, dtype=jnp.float32, expert_axis="ep"))(
-                placed, x
-            )
-    np.testing.assert_array_equal(found, one)
 
 
 def test_wrong_layers_are_refused() -> None:
