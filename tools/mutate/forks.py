@@ -23,8 +23,8 @@ from typing import Any
 
 from tools.mutate.plugin import Plugin
 
-#: Imported once, where forks are not `alone`. What is not installed is left out. Not torch._inductor: some releases of it
-#: begin a thread, and forks of a process with a second thread die.
+#: Imported once, where forks are not `alone`. What is not installed is left out. Not torch._inductor: some releases of
+#: it begin a thread, and forks of a process with a second thread die.
 SHARED = (
     *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
     *("torch._dynamo", "torch.export", "torch.testing", "jax", "jax.numpy", "jax.experimental.shard_map"),
