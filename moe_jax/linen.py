@@ -264,7 +264,7 @@ class MoE(nn.Module):
 
     @nn.nowrap
     def explain(self, tokens: int | tuple[int, ...], variables: Any = None, *, training: bool = False) -> Explanation:
-        """See `moe_jax.layers.explain`; with variables (else those of `init`) also `moe_jax.layers.explain_mesh`."""
+        """See `moe_jax.layers.explain`; with variables (None: of `init`) also `moe_jax.layers.explain_mesh`."""
         options = self._planned_for(variables)
         plan, parameters = layers.explain(self.spec, tokens, **options, training=training), options["parameters"]
         if parameters is None:

@@ -115,7 +115,7 @@ class MoELauncher:
     def __call__(
         self, x: torch.Tensor, routing: RouterLogits | TopK | None = None, *, token_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output `[T, D]` in the dtype of x, or in spec.out_dtype. Arguments and errors are those of `moe`.
+        """The output `[T, D]` in the dtype of x, or in spec.out_dtype. Arguments and errors: see `moe`.
 
         routing: None: RouterWeights are bound. Raises InvalidInput if a bound tensor's memory was replaced.
         """

@@ -28,7 +28,7 @@ def choose_chunks(
     Args:
         tokens: of each rank, as `max_tokens`.
         ranks: that share the experts.
-        machine: as for `predict`, whose errors are raised.
+        machine: see `predict`, for errors too.
         format: of rows of tokens as they travel. None: not quantised.
     """
     estimates = {
@@ -54,7 +54,7 @@ def choose_ranks(
     Args:
         tokens: of all ranks together.
         ranks: that there are. Only its divisors up to the number of experts are considered.
-        machine: as for `predict`, whose errors are raised.
+        machine: see `predict`, for errors too.
         spec: of the exchange. None: mode `peer`.
     """
     tokens, ranks = as_integer("tokens", tokens, 0, INT32_LIMIT), as_integer("ranks", ranks, 1, INT32_LIMIT)

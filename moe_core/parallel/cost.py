@@ -139,7 +139,7 @@ def simulate(
     """Predict with counts from a routing trace, averaged over its layers, or from a law, on a placement.
 
     routing: routes the tokens of every rank. placement: of the layer's experts; replicas are named in the result, and
-    `training` refuses them. Other arguments and errors are those of `predict`.
+    `training` refuses them. Other arguments and errors: see `predict`.
     """
     require_kind("layer", layer, MoELayerSpec)
     require_kind("placement", placement, Placement)

@@ -51,7 +51,7 @@ class RouterSpec:
         order: for softmax, `softmax_then_topk` (the default) or `topk_then_softmax`.
         renormalize: divide by the sum of the chosen weights (a zero sum gives zeros).
         scale: multiplies the weights last.
-        num_groups: equal groups of experts, of which the topk_group best survive. 1: off.
+        num_groups: equal groups of experts; the topk_group best survive. 1: off.
         slot_order: `score` (descending selection score, ties to the lower id) or `expert` (ascending ids).
         epsilon: added to the sum of renormalize, for sigmoid and sqrt_softplus.
         softcap, logit_scale: score softcap * tanh(logits * logit_scale / softcap), or logits * logit_scale.

@@ -21,7 +21,7 @@ def router_losses(
     spec: RouterSpec,
     over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(load-balancing loss, z-loss), fp32, as the reference. over: axes whose ranks' mean is all tokens'."""
+    """(load-balancing loss, z-loss), fp32, as the reference. over: axes; the mean over ranks is all tokens'."""
     num_experts = logits.shape[1]
     kept = jnp.ones(logits.shape[0], bool) if token_mask is None else jnp.asarray(token_mask)
     # Masked logits, which may be NaN, must not reach sums or derivatives.

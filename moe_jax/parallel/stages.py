@@ -98,7 +98,7 @@ def dispatch(
 
 
 def combine(rows: jax.Array, arrived: Arrived) -> jax.Array:
-    """The sum of each token's results at home, `[T, D]`, from those of `arrived.rows`, `[R, D]`. See `dispatch`."""
+    """The sum of each token's results at home, `[T, D]`; rows: results `[R, D]` of `arrived.rows`. See `dispatch`."""
     require_type("arrived", arrived, Arrived)
     rows = jnp.asarray(rows)
     if rows.shape != arrived.rows.shape or rows.dtype != arrived.rows.dtype:

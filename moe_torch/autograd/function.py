@@ -20,7 +20,7 @@ from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 class Rule:
     """The differentiation of one operator, by names of its tensors. Tensors that are not differentiable are constants.
 
-    forward: the operator that runs. Its results begin with those of `operator`.
+    forward: the operator that runs. Its results begin like `operator`'s.
     """
 
     flowing: Sequence[int] | None = (0,)

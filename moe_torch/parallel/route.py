@@ -117,7 +117,7 @@ class Routes(Protocol):
         ...
 
     def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
-        """Send gradients of slots home (unless stored): d_x `[T, D]` of dtype, and those of weights, fp32 `[T, K]`."""
+        """Send gradients of slots home (unless stored): d_x `[T, D]` of dtype, and of weights, fp32 `[T, K]`."""
         ...
 
 

@@ -34,7 +34,7 @@ def order_of_sums(x: ArraySpec, target: Target) -> str:
 
 @keep_plans
 def plan_rms_norm(x: ArraySpec, weight: ArraySpec, spec: NormSpec, target: Target) -> LaunchPlan:
-    """`NormSpec` of x `[R, D]`, whose rows may be strided, with weight `[D]`: bf16, fp16 or fp32 each. Output: y."""
+    """`NormSpec` of x `[R, D]`, strided rows too, and weight `[D]`: bf16, fp16 or fp32 each. Output: y."""
     check_norm(x, weight)
     builder = PlanBuilder("rms_norm", target)
     present = builder.inputs({"x": x, "weight": weight})

@@ -30,7 +30,7 @@ def plan_candidates(
     correction_bias: ArraySpec | None = None,
     token_mask: ArraySpec | None = None,
 ) -> LaunchPlan:
-    """ids int32 and weights fp32 `[T, W]` of the W best experts: those of `plan_routing`, then by score * scale."""
+    """ids int32 and weights fp32 `[T, W]` of the W best experts: as `plan_routing`, then by score * scale."""
     wide = _check(logits, spec, rounding, correction_bias is not None)
     require_routing(logits, wide, correction_bias, token_mask)
     builder = PlanBuilder("candidates", target)

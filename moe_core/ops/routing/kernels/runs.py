@@ -15,7 +15,7 @@ def layout_of_runs(
     first[w, e] = its place among the rows that arrived,  row[w, e] = its place in the layout
     ids[first + i] = e, row_of_slot[first + i] = row + i, slot_of_row[row + i] = first + i
 
-    Stride, cuts and outputs are those of `plan_layout_of_runs`.
+    Stride, cuts and outputs: see `plan_layout_of_runs`.
     """
     source, expert = tl.program_id(0), tl.program_id(1)
     sources, experts = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]

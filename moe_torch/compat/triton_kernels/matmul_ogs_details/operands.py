@@ -1,4 +1,4 @@
-"""Turn x, w and scales into operands of our ops. fp8 has scales per tensor or expert, or those of mxfp8."""
+"""Turn x, w and scales into operands of our ops. fp8 has scales per tensor or expert, or as mxfp8."""
 
 from __future__ import annotations
 
