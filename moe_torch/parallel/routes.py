@@ -262,11 +262,12 @@ class Counted(_Planner):
 
     def _expect(self) -> None:
         """Prepare to receive and compute as many rows as in the last such call, while the host waits for the counts."""
-        steps = self.call.steps
-        last = None if steps is None or self.owner is None else steps.get(_LAST)
-        if steps is not None and last is not None and (ready := steps.get(("receive", *last[:2], False))) is not None:
+        steps, owner = self.call.steps, self.owner
+        if steps is None or owner is None or (last := steps.get(_LAST)) is None:
+            return
+        if (ready := steps.get(("receive", *last[:2], False))) is not None:
             self._begun = last, ready.begin([0, 0, 0])
-            self.owner.expect(*last[1:])
+            owner.expect(*last[1:])
 
     def _leaving(self, values: torch.Tensor, tables: _Tables, count: int | None = None) -> torch.Tensor:
         """The first rows to go, with their numbers unless rows are to overlap with other work. count: None: all."""

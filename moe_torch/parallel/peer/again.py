@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -76,29 +76,30 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
         steps.put(_KEY, _Again(step, parts, weakref.ref(memory.memory), headers, constants))
 
 
-def _joined(push: Step, products: Step, total: Step) -> tuple[Step, list[int]]:
-    """One step, and the numbers of launches up to each barrier."""
-    target, device = push.ready.prepared.plan.target, push.ready.device
-    builder, addresses, held, ends = PlanBuilder("peer", target), [], [], [0]
-    for number, (ready, given, _, tensors) in enumerate((push, products, total)):
+def _joined(*three: Step) -> tuple[Step, list[int]]:
+    """One step of push, products and sums, and the numbers of launches up to each barrier."""
+    first = three[0].ready
+    builder, addresses, held, ends = PlanBuilder("peer", first.prepared.plan.target), [], [], [0]
+    for number, (ready, given, _, tensors) in enumerate(three):
         plan, begin = ready.prepared.plan, len(addresses)
         names = {buffer.name: f"{number}.{buffer.name}" for buffer in (*plan.inputs, *plan.outputs)}
+        roles = dict.fromkeys(names, Role.ROWS)
         names |= {"row_of_slot": "0.places"} if number == 2 else {}
-        own = [(one, address) for one, address in zip(plan.inputs, given, strict=True) if one.name != "row_of_slot"]
-        for one, address in own:
-            builder.input(names[one.name], one.spec, Role.ROWS)
-            addresses.append(address)
+        for one, address in zip(plan.inputs, given, strict=True):
+            if not builder.has(names[one.name]):
+                builder.input(names[one.name], one.spec, Role.ROWS)
+                addresses.append(address)
         for one in plan.outputs:
             declare = builder.output if names[one.name] in _RESULTS else builder.scratch
             declare(names[one.name], one.spec, Role.ROWS)
-        builder.call(plan, str(number), names, dict.fromkeys(names, Role.ROWS))
+        builder.call(plan, str(number), names, roles)
         held += [(begin + position, tensor) for position, tensor in tensors]
         ends.append(ends[-1] + len(plan.steps))
     plan = builder.build()
     outputs = tuple(dense(one.spec.shape, TORCH_DTYPES[one.spec.dtype]) for one in plan.outputs)
     scratch = dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None
-    ready = Ready(prepare(plan, device.index or 0), (), outputs, scratch, device)
-    return Step(ready, addresses, push.changing, tuple(held)), ends[1:3]
+    joined = Ready(prepare(plan, first.device.index or 0), (), outputs, scratch, first.device)
+    return Step(joined, addresses, three[0].changing, tuple(held)), ends[1:3]
 
 
 def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
@@ -117,7 +118,7 @@ def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tens
     begun = step.ready.begin(step.change(step.pointers(tensors), *given))
     for part, barrier in again.parts:
         begun.run(part)
-        arrays = brought.x = None  # Experts need no gathered rows.
+        arrays = brought.x = cast(Any, None)  # Experts need no gathered rows.
         if barrier is not None:
             memory.barrier(call.ranks, barrier)
     tokens_per_expert, invalid_ids, overflow, received, output = begun.outputs

@@ -85,7 +85,7 @@ def operations(group: Any, problem: Problem, way: ExchangeSpec) -> list[Counter[
     return [*found, training.found, backward.found]
 
 
-def unaligned(array: torch.Tensor) -> torch.Tensor:
+def unaligned(array: Any) -> Any:
     """The same numbers behind an address that is no multiple of 16."""
     return array.new_empty(array.numel() + 1)[1:].view(array.shape).copy_(array)
 
@@ -128,7 +128,7 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
 def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
     """Of a like call without and one with masked slots: how often it reads counts, and waits at barriers."""
     own, found = problem.ranks()[torch.distributed.get_rank(group)], []
-    parallel, placed = ExpertParallel(group, way, 9), {"placement": problem.placement}
+    placed: Any = {"parallel": ExpertParallel(group, way, 9), "placement": problem.placement}
     with running_on("reference"), torch.no_grad(), mock.patch.object(again, "_DEVICES", {"cpu"}):
         for turn in range(4):
             x, experts, routing = to_torch((own.x, own.experts, own.routing))
@@ -136,7 +136,7 @@ def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
             read = mock.patch.object(routes, "read_by_host", wraps=routes.read_by_host)
             gather = mock.patch.object(Ranks, "start_all_gather", autospec=True, side_effect=Ranks.start_all_gather)
             with read as reads, gather as messages, mock.patch.object(ExchangeCall, "check"):
-                output = parallel_moe(x, experts, routing, problem.spec, parallel=parallel, **placed).output
+                output = parallel_moe(x, experts, routing, problem.spec, **placed).output
             found += [reads.call_count, messages.call_count]
             if len(problem.tokens) == 1:
                 assert torch.equal(output, moe_torch.moe(x, experts, routing, problem.spec).output)
