@@ -39,7 +39,7 @@ def _model(device: torch.device, parallel: ExpertParallel | None = None) -> torc
     sizes = _SIZES[device.type]
     torch.manual_seed(0)
     spec = MoELayerSpec(*sizes, tuning=Tuning(batch_invariant=True))
-    layers = [MoE.from_spec(spec, dtype=torch.bfloat16).to(device) for _ in range(_LAYERS)]
+    layers = [MoE.from_spec(spec, device=device, dtype=torch.bfloat16) for _ in range(_LAYERS)]
     for layer in layers:
         for parameter in layer.parameters():
             parameter.normal_(std=0.05)
