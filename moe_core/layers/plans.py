@@ -98,7 +98,7 @@ def _routing_plans(
     arguments = (x, router.weight, router.bias, logits_spec, target)
     plans.forward.append(plan_router(*arguments))
     plans.backward.append(plan_router_backward(logits, *arguments, wanted=wanted))
-    if adapted:
+    if lora is not None and lora.a_router is not None:
         plans.change(x, lora.a_router, lora.b_router, moe_spec)
     if rounding is not None:
         plan = plan_route_rounded(logits, spec.router, rounding, target, correction_bias=router.correction_bias)

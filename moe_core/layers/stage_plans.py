@@ -80,7 +80,7 @@ class StagePlans:
             a, b = (getattr(lora, f"{side}{number}_shared", None) for side in "ab")
             product = _dense(spec) if a is None else dataclasses.replace(_dense(spec), out_dtype="float32")
             y = self.product(MatmulOperands(rows, _one_layer(weight)), None, product)
-            if a is not None:
+            if a is not None and b is not None:
                 self.change(rows, a, dataclasses.replace(b, shape=(*b.shape[:3], y.shape[1]), strides=None), spec)
             return dataclasses.replace(y, dtype=rows.dtype)
 

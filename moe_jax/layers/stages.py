@@ -152,7 +152,8 @@ def _run_stages(
     factors, lora, own, invalid_adapters = operands.lora, {}, None, 0
     moe_spec = dataclasses.replace(of_layer.spec(spec, x.shape[0]), lora_dropout=lora_dropout)
     if factors is not None:
-        own, invalid_adapters = adapted_tokens(ops.ARRAYS, factors, operands.adapter_ids, lora_dropout, mask)
+        if factors.beyond_experts:
+            own, invalid_adapters = adapted_tokens(ops.ARRAYS, factors, operands.adapter_ids, lora_dropout, mask)
         if (of_experts := factors.of_experts()) is not None:
             masked = operands.adapter_ids if mask is None else jnp.where(mask, operands.adapter_ids, -1)
             lora, invalid_adapters = {"lora": of_experts, "adapter_ids": masked}, 0
@@ -163,7 +164,7 @@ def _run_stages(
     rows = scored if mask is None else jnp.where(mask[:, None], scored, 0)
     if spec.router_norm is not None:
         rows = ops.rms_norm(rows, router.norm, spec.router_norm)
-    if factors is not None and factors.a_router is not None:
+    if own is not None and own.factors.a_router is not None:
         logits = adapted_logits(ops.ARRAYS, rows, router, moe_spec, own)
     else:
         logits = ops.router(rows, router.weight, bias=router.bias, spec=moe_spec.logits_spec())
