@@ -9,7 +9,7 @@ def elementwise_tile(width: int, target: Target) -> tuple[int, int]:
     """(rows, columns) of an elementwise kernel's tile, for rows of `width` elements."""
     columns = min(1024, 1 << (max(width, 16) - 1).bit_length())
     elements = 2048 if target.on_gpu else 16384
-    return max(1, elements // columns), columns
+    return elements // columns, columns
 
 
 def padded(size: int, least: int = 16) -> int:

@@ -155,6 +155,17 @@ def test_settings_that_one_family_has() -> None:
         layer_spec_from_config(settings)
 
 
+@pytest.mark.parametrize(
+    ("row", "alpha", "limit"),
+    [("inkling2", "mlp_gate_softcap", "mlp_up_softcap"), ("minimax_m3_vl", "swiglu_alpha", "swiglu_limit")],
+)
+def test_constants_of_activations_are_those_of_the_config(row: str, alpha: str, limit: str) -> None:
+    model = text_model(settings_of(*ROWS[row]))
+    config = ModelConfig(model.model_type, {**model.settings, alpha: 1.25, limit: 2.5})
+    activation = FAMILIES[model.model_type].activation(config)
+    assert (activation.alpha, activation.limit) == (1.25, 2.5)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_untrusted_settings_name_what_is_wrong(row: str) -> None:
     """Whatever a setting holds, there is a spec or an error of ours that names a setting."""

@@ -135,6 +135,9 @@ def test_one_program_serves_every_change_of_slots() -> None:
                    lambda: layer.lora.load(1, adapter(1, 4)), lambda: layer.lora.evict(1)):  # fmt: skip
         change()
         outputs.append(np.asarray(serve(layer, IDS)))
+    layer.lora.load(0, adapter(4, 3))
+    layer.lora.reset(rngs=nnx.Rngs(0))
+    assert not np.asarray(layer.lora.export().b1).any(), "the first slot, unless another is named"
     assert len(traces) == 1
     differs = [not np.array_equal(one, other) for one, other in itertools.pairwise(outputs)]
     assert differs == [True, False, True, True]

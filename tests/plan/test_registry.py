@@ -95,6 +95,10 @@ def test_plans_of_other_kernels_are_refused(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps([version + 1, steps.sources_version(), plans]))
     with pytest.raises(InvalidInput, match="path must hold plans of this version"):
         plan.load_plans(path)
+    for bare in ({}, plans[0], [plans[0][:1]]):
+        path.write_text(json.dumps([version, steps.sources_version(), bare]))
+        with pytest.raises(InvalidInput, match="path must hold plans with their keys"):
+            plan.load_plans(path)
     # What another version wrote need not be known here, neither its types nor their fields.
     (_, written), *_ = plans
     for others in ([{"type": "Unheard"}], [written | {"unheard": 1}], [{**written, "target": {"kind": "cuda"}}]):

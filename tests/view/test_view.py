@@ -60,6 +60,9 @@ def test_a_trace_is_counted(tokens: int, experts: int, top_k: int) -> None:
             assert stat["entropy"] == pytest.approx(entropy) and 0 <= stat["entropy"] <= 1 + 1e-9
             assert stat["imbalance"] == pytest.approx(max(expected) / np.mean(expected))
             assert stat["hottest"][0] == [int(np.argmax(expected)), max(expected)]
+            assert len(stat["hottest"]) == min(3, experts)
+        excess = [both - both / lift for *_, both, lift in content["pairs"][layer]]
+        assert excess == pytest.approx(sorted(excess, reverse=True), abs=0.1), "the largest excess first"
         for a, b, both, lift in content["pairs"][layer]:
             together = sum(a in row and b in row for row in all_ids.tolist())
             chance = expected[a] * expected[b] * (top_k - 1) / top_k / tokens
@@ -88,6 +91,8 @@ def test_steps_join_their_tokens() -> None:
     first, second = a_trace(5), a_trace(9, seed=1)
     joined = join_steps(RoutingTrace((*first.layers, *second.layers)), 3)
     assert len(joined) == 3
+    (shown,) = data_of(trace_page([RoutingTrace((*first.layers, *second.layers))], layers_per_step=3))["traces"]
+    assert unpacked(shown["ids"]).shape == (3, 14, 2)
     np.testing.assert_array_equal(joined[1].ids, np.concatenate([first[1].ids, second[1].ids]))
     with pytest.raises(InvalidInput, match="layers_per_step = 4"):
         join_steps(RoutingTrace((*first.layers, *second.layers)), 4)
@@ -194,6 +199,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, message in ((["--sizes", "64"], "d_model,d_ff"), (["--text", arguments[0]], "JSON list of strings")):
         assert cli.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+    assert cli.main([*arguments, "--profile", arguments[0]]) == 2 and "profile" in capsys.readouterr().err
     assert cli.main([arguments[0], "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert cli.main([str(tmp_path / "missing"), "--output", arguments[2]]) == 2
 

@@ -166,6 +166,7 @@ def test_numbers_are_those_of_the_published_layout() -> None:
         (lambda: prepared_values(np.zeros((1, 4096), np.uint8)), "values of a tiled tensor must have at least 3 axes"),
         (lambda: reference.tile(reference.tile(drawn((), 64, 32), "rows"), "halves"), "must not be tiled yet"),
         (lambda: reference.prepack_weights(drawn((), 64, 32), gate_layout="separate"), "gate_layout must be None"),
+        (lambda: reference.prepack_weights(drawn((), 64, 32), experts_of("halves")[1]), "spec must be None with one t"),
         (lambda: reference.prepack_weights(np.zeros(3)), "weights must be QuantizedTensor or ExpertWeights"),
         (lambda: reference.restore_weights(np.zeros(3)), "weights must be QuantizedTensor or ExpertWeights.*prepack_w"),
         (lambda: reference.prepack_weights(experts_of("halves")[0]), "spec must be the MoESpec of the experts"),
