@@ -291,7 +291,9 @@ class _Arrays:
         return sys.modules[__name__]
 
     def like(self, array: Array, other: Array) -> jax.Array:
-        return jnp.asarray(array, other.dtype)
+        cast = jnp.asarray(array, other.dtype)
+        # On GPUs XLA leaves out a rounding between two casts (`xla_allow_excess_precision`), in gradients too.
+        return jax.lax.optimization_barrier(cast) if cast.dtype.itemsize < array.dtype.itemsize else cast
 
     def index(self, ids: Array) -> Array:
         return ids
@@ -306,7 +308,7 @@ class _Arrays:
 
     def rounded(self, logits: jax.Array, dtype: str) -> jax.Array:
         """Rounded to the dtype named, with the gradient as it comes."""
-        change = jax.lax.stop_gradient(logits.astype(dtype).astype(logits.dtype) - logits)
+        change = jax.lax.stop_gradient(self.like(logits, np.empty(0, jnp.dtype(dtype))).astype(logits.dtype) - logits)
         return logits if dtype == "float32" else logits + jnp.nan_to_num(change, nan=0, posinf=jnp.inf, neginf=-jnp.inf)
 
 

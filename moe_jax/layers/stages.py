@@ -249,7 +249,7 @@ def _around_experts(
         output = ops.matmul_ogs(MatmulOperands(output, around["after"].weight), None, product)
     if operands.shared is not None:
         visited = shared_output(ops.ARRAYS, x, operands.shared, moe_spec, of_shared, experts.layer_index)
-        output = (at_least_float32(output) + at_least_float32(visited)).astype(output.dtype)
+        output = ops.ARRAYS.like(at_least_float32(output) + at_least_float32(visited), output)
     return result._replace(output=output)
 
 
@@ -282,13 +282,13 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
     if output.norm is not None and not output.of_experts:
         rows = ops.rms_norm(rows, part.norm, output.norm)
     if output.scale != 1:
-        rows = (at_least_float32(rows) * output.scale).astype(rows.dtype)
+        rows = ops.ARRAYS.like(at_least_float32(rows) * output.scale, rows)
     return rows if part.bias is None else _added(rows, part.bias)
 
 
 def _added(rows: jax.Array, bias: Any) -> jax.Array:
     """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. Its gradient has the router's order of sums."""
-    return (at_least_float32(rows) + _rows_of(bias, len(rows))).astype(rows.dtype)
+    return ops.ARRAYS.like(at_least_float32(rows) + _rows_of(bias, len(rows)), rows)
 
 
 def at_least_float32(array: Any) -> jax.Array:

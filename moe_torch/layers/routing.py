@@ -74,7 +74,7 @@ def run_stages(
     experts, shared, normed = layer.experts, layer.shared_experts, spec.norm_of_experts is not None
     computed: Any = None
     own_spec = dataclasses.replace(layer.moe_spec, router=None, lora_dropout=adapters.dropout)
-    shared_alone = shared is not None and (has_own_call(shared) or bool(adapters.shared))
+    shared_alone = shared is not None and (has_own_call(shared) or len(adapters.shared) > 0)
     if spec.latent is not None or normed or has_own_call(experts) or shared_alone:
         norm = (own_part(layer.output, "output").norm,) if normed else ()
         entering = x

@@ -17,6 +17,7 @@ import moe_jax
 from moe_core.base.target import Target
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import BUNDLES, ExpertWeights, LoRAFactors, RouterWeights, SharedExpert
+from moe_jax import ops
 from moe_jax.trace import capture, replay
 from tests.support.harness import engine_target
 from tests.support.jax import REAL_KERNELS, cpu_mesh, running_on, to_jax
@@ -281,3 +282,11 @@ def test_a_router_and_a_shared_expert() -> None:
         gradient, (wanted,) = jax.jit(jax.vjp(lambda one: run(one).output, trained)[1])(x)[0], pull(x)
         for name, one in wanted.items():
             np.testing.assert_allclose(gradient[name], one, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_a_rounding_between_two_casts_stays() -> None:
+    """XLA leaves it out on GPUs, in the forward and in gradients, unless a barrier holds it."""
+    x, half = jnp.ones(3), jnp.ones(3, jnp.bfloat16)
+    program = jax.jit(jax.value_and_grad(lambda x: ops.ARRAYS.like(x * 1.1, half).astype(jnp.float32).sum()))
+    assert program.lower(x).as_text().count("optimization_barrier %") == 2
+    assert "optimization_barrier" not in jax.jit(ops.ARRAYS.like).lower(half, x).as_text()

@@ -41,7 +41,8 @@ from tools.fuzz.judge import judge
 _BY_TOKEN = ("x", "token_mask", "gate_inputs", "ids", "input_ids", "adapter_ids", "replayed", "replayed weights")
 _DEVICES = 4
 #: Gradients of what every device has.
-_SUMMED = ("d routing.", "d shared.", "d before.", "d after.", "d output.")
+_SUMMED = ("d routing.", "d shared.", "d before.", "d after.", "d output.", "d lora.a_router", "d lora.b_router")
+_SUMMED += tuple(f"d lora.{side}{number}_shared" for side in "ab" for number in (1, 2))
 Function = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 

@@ -83,8 +83,8 @@ def examine(group: Any, row: Row, seed: int = 0) -> list[str]:
     if captured is not None and not torch.equal(captured.ids, found["ids"]):
         wrong.append("captured ids are not the layer's")
     if shared_out:
-        held = ("d experts.", "d lora.")
-        for name in [name for name in found if is_parameter(name[2:]) and not name.startswith(held)]:
+        held = ("d experts.", "d lora.a1", "d lora.b1", "d lora.a2", "d lora.b2")
+        for name in [n for n in found if is_parameter(n[2:]) and (not n.startswith(held) or n.endswith("_shared"))]:
             found[name] = _summed(found[name].double(), group).to(found[name].dtype)
         for name, array in wanted.items():
             if name in ("output", "ids", "weights", "logits", "d x", "d gate_inputs"):
