@@ -68,6 +68,9 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
 
 
 class TotalOptions(TypedDict, total=False):
+    """out: with mode `peer`, where the sum is written. None: a new tensor."""
+
+    out: torch.Tensor | None
     shared: torch.Tensor | None
     shared_gate: torch.Tensor | None
     out_dtype: torch.dtype | None

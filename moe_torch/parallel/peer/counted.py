@@ -24,9 +24,9 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import symmetric
-from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, Stored, scales_of
+from moe_torch.parallel.peer.interface import PeerCall, Stored, scales_of
 from moe_torch.parallel.peer.symmetric import Part, Region
-from moe_torch.parallel.route import Gradients
+from moe_torch.parallel.route import Gradients, Total
 
 _HEADER = len(Header._fields)
 
@@ -232,10 +232,10 @@ class CountedRoutes(Stored):
         arrays = self._sources, self._received.group_start, self.memory.returned.addresses
         return peer_ops.result_addresses(*arrays, **sizes, dtype=TORCH_DTYPES[self.plan.dtype])
 
-    def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal:
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         return self._start_total(rows, what, peer_ops.Checks(agree=self._agree, wanted=self._wanted))
 
-    def _start_total(self, rows: torch.Tensor | None, what: str, checks: peer_ops.Checks) -> PeerTotal:
+    def _start_total(self, rows: torch.Tensor | None, what: str, checks: peer_ops.Checks) -> Total:
         if rows is not None:
             sizes: Any = {"num_slots": self.sizes.returned, "programs": self.programs}
             arrays = rows, self._sources, self._received.group_start, self.memory.returned.addresses

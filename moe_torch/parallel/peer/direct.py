@@ -26,9 +26,9 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.parallel import exchange, peer_ops
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer import symmetric
-from moe_torch.parallel.peer.interface import PeerCall, PeerTotal, Stored, scales_of
+from moe_torch.parallel.peer.interface import PeerCall, Stored, scales_of
 from moe_torch.parallel.peer.symmetric import Part, Region
-from moe_torch.parallel.route import Gradients
+from moe_torch.parallel.route import Gradients, Total
 
 
 class Memory(NamedTuple):
@@ -199,7 +199,7 @@ class DirectRoutes(Stored):
     def results_at(self) -> torch.Tensor:
         return self._constants.results_at
 
-    def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal:
+    def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         assert rows is None, "experts store their results at their homes"
         return self.total_of(self.pushed.places, peer_ops.Checks(self.memory.headers.own), what)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol, Unpack
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from moe_core.formats import Format, QuantizedSpec, quantized_shapes
 from moe_core.parallel.plan import ExchangePlan
 from moe_torch.parallel import peer_ops
 from moe_torch.parallel.group import Ranks
-from moe_torch.parallel.route import ExchangeCall, Routes, TotalOptions
+from moe_torch.parallel.route import ExchangeCall, Routes, Total
 
 
 class PeerCall(NamedTuple):
@@ -25,12 +25,6 @@ class PeerCall(NamedTuple):
     @classmethod
     def of(cls, call: ExchangeCall, tokens: torch.Tensor) -> PeerCall:
         return cls(call, len(tokens), call.header(tokens.device))
-
-
-class PeerTotal(Protocol):
-    """See `Total`. out: where the sum is written. None: a new tensor."""
-
-    def __call__(self, *, out: torch.Tensor | None = None, **options: Unpack[TotalOptions]) -> torch.Tensor: ...
 
 
 class PeerRoutes(Routes, Protocol):
@@ -52,8 +46,6 @@ class PeerRoutes(Routes, Protocol):
         """int64, once rows have arrived: where experts store the results of slots."""
         ...
 
-    def start_total(self, rows: torch.Tensor | None, what: str) -> PeerTotal: ...
-
 
 class Stored:
     """Routes with one allocation, into which others store."""
@@ -73,7 +65,7 @@ class Stored:
     def arrive(self, what: str) -> None:
         self.memory.memory.barrier(self.ranks, what)
 
-    def total_of(self, places: torch.Tensor, checks: peer_ops.Checks, what: str) -> PeerTotal:
+    def total_of(self, places: torch.Tensor, checks: peer_ops.Checks, what: str) -> Total:
         """Wait and run `peer_ops.sum_results`, also to an output that begins anywhere."""
 
         def total(*, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
