@@ -28,10 +28,7 @@ Plans = tuple[LaunchPlan, ...]
 def layer_plans(
     operands: MoEOperands, spec: MoELayerSpec, default: Storage, target: Target, training: bool = False
 ) -> tuple[Plans, Plans]:
-    """The plans of a forward, with training of a training step.
-
-    operands: of specs, with RouterWeights. default: as in `MoELayerSpec.moe_spec`.
-    """
+    """The plans of a forward, or a training step, of operands' specs. default: as in `MoELayerSpec.moe_spec`."""
     moe_spec, x = spec.moe_spec(default), operands.x
     first, last = StagePlans(target), StagePlans(target)
     rounding, lora = spec.token_rounding if training else None, operands.lora

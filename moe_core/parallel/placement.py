@@ -346,10 +346,7 @@ _WHOLE = ("layer_index", "gate_up_input_scale", "down_input_scale")
 
 
 def shard_experts(experts: ExpertWeights, placement: Placement) -> tuple[ExpertWeights, ...]:
-    """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]` (behind the layers of a stack).
-
-    An empty place holds NaN, or an expert's numbers if the dtype has no NaN.
-    """
+    """Return the experts of each rank, `[L, ...]`, from all, `[E, ...]`. Empty places hold NaN, if the dtype has it."""
     axis = 0 if experts.layer_index is None else 1
     shards = []
     for owners in placement.owners:

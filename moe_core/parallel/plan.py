@@ -207,7 +207,7 @@ def plan_exchange(
         draft,
         forward=planner.forward() if over is None else over.forward(planner.forward()),
         backward=backward if over is None or not training else over.backward(backward),
-        buffers=planner.worst_buffers(),
+        buffers=planner.buffers(limits.rows_received(spec, planner.tokens, top_k, placement), planner.given),
         host_reads=_host_reads(spec, placement, over),
         why_not_exact=why_not_exact(spec, tensor.size),
         expected_experts=placement.num_experts,
@@ -361,9 +361,6 @@ class _Planner:
     @property
     def _rows_kind(self) -> str:
         return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
-
-    def worst_buffers(self) -> tuple[ExchangeBuffer, ...]:
-        return self.buffers(limits.rows_received(self.spec, self.tokens, self.top_k, self.plan.placement), self.given)
 
     def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"

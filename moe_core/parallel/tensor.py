@@ -73,10 +73,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(name: str, weight_layout: str, gate_layout: str | None) -> Cut | None:
-    """Return the cut of a field of ExpertWeights or LoRAFactors, or of an array of a quantised one. None: it is whole.
-
-    name: such as `gate_up`, `down_bias`, `up.scales` or `b1`. gate_layout: None: ungated.
-    """
+    """The cut of a field, such as `gate_up`, `up.scales` or `b1`. None: it is whole. gate_layout None: ungated."""
     field = name.partition(".")[0]
     if field in ("a1", "b2", "scale", "ranks", "seed", "down_bias", "layer_index", "gate_up_input_scale",
                  "down_input_scale"):  # fmt: skip

@@ -33,10 +33,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class BuiltInCase:
-    """The structure of a model's MoE layer. router: the routing rule at given sizes.
-
-    gain: standard deviation before the activation, large enough to reach clamps. shared_width: d_ff of the shared
-    expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme: formats of weights and
+    """A model's MoE layer. gain: standard deviation before the activation, to reach clamps. shared_width: d_ff of the
+    shared expert as a multiple of d_ff, 0 = none. masked_tokens: padding at the end. scheme: formats of weights and
     activations.
     """
 

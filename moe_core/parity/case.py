@@ -13,11 +13,9 @@ from moe_core.specs import ExpertWeights, LogitsSpec, MoESpec, RouterSpec, Route
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and its input. Arrays are NumPy (ml_dtypes for bfloat16).
-
-    description: the origin of the structure. x `[T, D]`; experts, routing and shared: arguments of the composed op
-    `moe`. spec: the layer's options with its router. token_mask bool `[T]` or None: False = padding, which visits no
-    expert.
+    """One layer and its input, in NumPy. x `[T, D]`; experts, routing, shared: arguments of the op `moe`; spec: with
+    its router. token_mask bool `[T]` or None: False = padding, which visits no expert. description: the structure's
+    origin.
     """
 
     name: str

@@ -32,10 +32,7 @@ def place_buffers(sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[s
 def lend_memory(
     sizes: Sequence[tuple[str, int]], steps: Sequence[Collection[str]], lenders: Sequence[tuple[str, int]]
 ) -> dict[str, tuple[str, int]]:
-    """Return (output, byte offset) of each buffer that fits into an output. The other buffers need the arena.
-
-    sizes, steps: as in `place_buffers`. lenders: (name, bytes) of outputs, free until the first step that names them.
-    """
+    """Return (output, byte offset) of each buffer that fits into an output. lenders: (name, bytes), free until used."""
     lifetimes = _lifetimes(steps)
     taken: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name, _ in lenders}
     lent: dict[str, tuple[str, int]] = {}

@@ -209,10 +209,9 @@ def cuda_target(device_index: int) -> Target:
 
 
 class HostTensorMap:
-    """One descriptor, encoded again only if its buffer moves. index: of the buffer among a plan's addresses.
-
-    entries: addresses of the kernel parameters that Triton makes of it: the descriptor by value, then shape (int32) and
-    strides (int64) of both axes.
+    """One descriptor, encoded again only if its buffer moves. index: of the buffer among a plan's addresses. entries:
+    of the kernel parameters that Triton makes of it: the descriptor by value, shape (int32) and strides (int64) of both
+    axes.
     """
 
     def __init__(self, request: TensorMap, dtype: str, index: int) -> None:

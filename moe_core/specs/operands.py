@@ -227,10 +227,8 @@ class MoEOperands:
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """Gradients of the results of one MoE. None: no gradient.
-
-    output `[T, D]` in bf16, fp16 or fp32. Others fp32: weights `[T, K]` and logits `[T, E]`, added to the gradients
-    through the experts, load_balance `[1]` and z `[1]` of the router losses.
+    """Gradients of one MoE's results, or None: output `[T, D]`; in fp32 weights `[T, K]` and logits `[T, E]`, added to
+    the gradients through the experts, load_balance `[1]` and z `[1]` of the router losses.
     """
 
     output: Any
@@ -242,10 +240,8 @@ class OutputGradients:
 
 @dataclass(frozen=True)
 class RoutingGradients:
-    """Gradients of the results of one routing, at least one.
-
-    fp32: weights `[T, K]`, logits `[T, E]`, added as they are, load_balance `[1]` and z `[1]` of the router losses.
-    load_balance needs tokens_per_expert int32 `[E]`, the slots of every expert from the unmasked tokens.
+    """Gradients of one routing, at least one, fp32: weights `[T, K]`, logits `[T, E]`, added as they are, load_balance
+    `[1]` (needs tokens_per_expert int32 `[E]`, slots of unmasked tokens) and z `[1]` of the router losses.
     """
 
     weights: Any = None
@@ -279,10 +275,7 @@ class Routing(NamedTuple):
 
 
 class RoundedRouting(NamedTuple):
-    """ids int32 `[T, W]` and weights fp32 `[T, W]`, -1 and 0 where token rounding leaves the candidate out.
-
-    tokens_per_expert int32 `[E]`: before rounding.
-    """
+    """ids int32 and weights fp32 `[T, W]`, -1 and 0 where left out. tokens_per_expert int32 `[E]`: before rounding."""
 
     ids: Any
     weights: Any

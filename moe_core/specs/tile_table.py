@@ -37,10 +37,8 @@ def rows_bucket(rows: int) -> int:
 @plan_type
 @dataclass(frozen=True)
 class TileKey:
-    """The product of an entry.
-
-    rows: layout rows. groups: experts. n: output columns. buffers: weight tiles per step (2 for fused gate and up).
-    weight_layout: `in_out` or `out_in`. not_sm90: why the `sm90` family cannot multiply the operands, or empty.
+    """The product of an entry: layout rows, groups (experts), n output columns, buffers: weight tiles per step (2 for
+    fused gate and up), weight_layout, not_sm90: why the `sm90` family cannot multiply the operands, or empty.
     """
 
     rows: int

@@ -16,11 +16,8 @@ _LAUNCH_US = 2.0
 def plan_content(
     plan: LaunchPlan, machine: Machine | None = None, measured: dict[str, list[float]] | None = None
 ) -> Any:
-    """The JSON of one plan. machine: None: H200 for a plan of sm_90, else no prediction.
-
-    measured: microseconds of launches by the function of their kernel, in order; those of this plan are taken out, so
-    that a call's next plan gets the next. A prediction is the longer of bytes
-    over the machine's memory bandwidth and FLOPs over its speed, with every array read or written once.
+    """The JSON of one plan. machine: None: H200 for a plan of sm_90, else no prediction: the longer of bytes over
+    bandwidth and FLOPs over speed. measured: microseconds of launches by kernel function, this plan's are taken out.
     """
     if machine is None and plan.target.kind == "cuda" and plan.target.arch == 90:
         machine = H200

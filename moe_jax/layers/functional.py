@@ -65,15 +65,12 @@ def forward(
 
     Args:
         parameters: of the layer, or of a stack.
-        x: `[..., D]`.
-        spec: the layer.
         dtype: of the computation and of y. None: the promotion of x and the experts, as in Flax (quantised experts: of
             x and the shared experts, if any). float64 is promoted from no other dtype.
         token_mask: bool `[...]`. False tokens get zeros, plus shared experts, and count in no statistic.
         layer_index: the layer of a stack, an int32 scalar on the device or an int. Only matrices in another than the
             compute dtype are copied. A known index outside the stack raises. A traced one gives NaN, or raises on the
             CPU reference without copies.
-        routed_by: other inputs or ids for the router.
         expert_axis: the mesh axis that splits the experts. Inside a `jax.shard_map` over it, x, parameters and MoEAux
             are local parts, except that the losses' mean over ranks is the loss of all tokens. Outside, the layer opens
             a shard_map over every axis of the mesh that is not manual, if there is a mesh. None: the axis that visibly
@@ -84,8 +81,6 @@ def forward(
             Splits that it lacks are gathered by XLA.
         adapters: of a layer without layer_index. Inside a `jax.shard_map`, factors are of all experts or of this
             rank's, and scale and ranks of all.
-
-    Raises InvalidInput, Unsupported.
     """
     observer = current()
     if observer is not None:

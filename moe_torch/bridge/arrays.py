@@ -70,9 +70,7 @@ def package_of(tensor: torch.Tensor) -> str:
 
 def align(name: str, tensor: torch.Tensor) -> bool:
     """Copy a parameter with an address that kernels do not take, and return True if so. It stays the same object.
-
-    Raises InvalidInput for a part of a larger storage that is no mapped file: an engine that keeps its parameters in a
-    flat buffer would update the buffer, and not the copy.
+    Raises InvalidInput for a part of a larger storage that is no mapped file, as of an engine with a flat buffer.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         return False

@@ -1,8 +1,7 @@
-"""Plain calls: eager calls that may go straight to their kernels, past torch's dispatcher.
+"""Plain calls: eager calls that may go straight to their kernels, past torch's dispatcher, a third of their host time.
 
-The dispatcher takes a third of an operator's host time. A call is *plain* if no mode, functional transform, tracer,
-forward-mode level or profiler is active on this thread, and every tensor is an ordinary strided CPU or CUDA tensor that
-requires no gradient. All other calls pass the dispatcher, and so do all if torch lacks the private names to tell.
+A call is *plain* if no mode, functional transform, tracer, forward-mode level or profiler is active on this thread, and
+every tensor is an ordinary strided CPU or CUDA tensor that requires no gradient. All others pass the dispatcher.
 """
 
 from __future__ import annotations

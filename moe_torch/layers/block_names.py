@@ -12,10 +12,8 @@ from moe_torch.layers.casts import at_least_float32
 
 @dataclass(frozen=True)
 class BlockArray:
-    """One array of a layer, and the block's tensors that hold it: `names` of `shape` each and `dtype`.
-
-    interleaved: rows of gate and up alternate. turned: the block's matrix is the transpose. num_experts: of tensors
-    with the F rows of one expert below another's, else 0.
+    """One array of a layer, held by the block's tensors `names` of `shape` and `dtype`. interleaved: rows of gate and
+    up alternate. turned: transposed. num_experts: of tensors with the F rows of one expert below another's, else 0.
     """
 
     name: str

@@ -55,11 +55,7 @@ def weighted_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def sum_by_token(output: torch.Tensor, rows: torch.Tensor, row_of_slot: torch.Tensor, top_k: int, order: str) -> None:
-    """Write to output `[M, D]` each token's rows added in fp32 in the order k = 0..topk-1, one cast.
-
-    rows `[M * topk, D]` by slot (order `slot`) or `[capacity, D]` by layout row (`row`). row_of_slot int32 `[M *
-    topk]`, -1 = adds nothing.
-    """
+    """Write to output `[M, D]` each token's rows, by slot or layout `row`, added in fp32 in order, one cast."""
     dtype, sizes = str(output.dtype).removeprefix("torch."), (None, top_k, None, None, None)
     arguments = REDUCE.arguments(
         y=rows, row_of_slot=row_of_slot, shared=None, shared_gate=None, sizes=sizes, order=order, out_dtype=dtype,

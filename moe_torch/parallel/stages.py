@@ -27,11 +27,8 @@ from moe_torch.parallel.routes import require_room
 
 @dataclass(frozen=True)
 class Arrived:
-    """Rows of slots at their experts.
-
-    rows `[R, D]`. ids int32 `[R, 1]`: places on this rank, -1 for rows that hold anything. weights fp32 `[R, 1]`. Both
-    are `[R, K]` where DeepEP moves tokens.
-    overflow int32 `[1]`: rows of all ranks beyond a bound.
+    """Rows of slots at their experts: rows `[R, D]`; ids int32 `[R, 1]`, places here, -1 for rows that hold anything;
+    weights fp32 `[R, 1]` (`[R, K]` where DeepEP moves tokens); overflow int32 `[1]`: rows of all ranks beyond a bound.
     """
 
     rows: torch.Tensor

@@ -58,10 +58,7 @@ def _expert_bytes(plan: LaunchPlan) -> int:
 
 
 def use_pdl(plan: LaunchPlan, num_tokens: int, *, batch_invariant: bool = False, apart: int = 0) -> LaunchPlan:
-    """The plan with every capable launch dependent, except the first, unless `why_not_pdl`. On cuda a note says which.
-
-    apart: last launches, which go to another stream and wait for an event: none is dependent.
-    """
+    """The plan with every capable launch dependent, unless `why_not_pdl`, but the first and those `apart`."""
     if not plan.target.on_gpu or not plan.steps:
         return plan
     if apart:

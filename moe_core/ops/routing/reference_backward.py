@@ -18,11 +18,7 @@ _TINY = {"float32": 17.0, "float64": 37.0}
 
 
 def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
-    """d log(score) / d logit of elementwise scores, fp32. sigmoid: s(-x). sqrt_softplus: s(x) / (2 softplus(x)), 1/2 in
-    fp32 below -17.
-
-    d score = score * derivative then keeps its relative accuracy, however small either factor.
-    """
+    """d log(score) / d logit of elementwise scores, fp32, with which d score = score * derivative stays accurate."""
     with np.errstate(all="ignore"):
         if scoring == "sigmoid":
             return sigmoid(-logits)

@@ -6,8 +6,7 @@ from moe_core.ops.routing.kernels.topk import topk_keys
 
 @triton.jit
 def rounded_rows(chosen, candidates, TILE: tl.constexpr, MODE: tl.constexpr):
-    """Round rows of an expert, of `candidates`, `chosen` ones included. Example, TILE 128: 192 -> nearest 256 (a half
-    goes to the even multiple: 320 -> 256), up 256, down 128. 10 -> 0."""
+    """Round rows of an expert, of `candidates`, `chosen` ones included, as the reference's `rounded_rows`."""
     whole = chosen // TILE
     rest = chosen - whole * TILE
     if MODE == "up":
