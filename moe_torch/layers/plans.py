@@ -62,9 +62,8 @@ class PlannedLayer(PrepackedExperts):
         super().__setattr__(name, value)
         if name == "lora":
             targets = () if value is None else value.options.targets
-            for part in {"router", "shared_experts"} & {*self._modules}:
-                one = self._modules[part]
-                if one is not None:
+            for part in ("router", "shared_experts"):
+                if (one := self._modules.get(part)) is not None:
                     own_part(one, part).adapted = any(target.startswith(part.split("_")[0]) for target in targets)
 
     def add_lora(self, lora: LoRA) -> LoRAParameters:
