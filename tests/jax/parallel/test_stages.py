@@ -16,7 +16,7 @@ import moe_jax
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.operands import TopK
-from moe_jax.parallel import combine, dispatch, function
+from moe_jax.parallel import combine, dispatch, forward, function
 from tests.support.jax import running_on, to_jax
 from tests.support.parallel.jax import RANKS, by_place, ep_mesh, group_step
 from tests.support.parallel.placements import placement_of
@@ -111,3 +111,7 @@ def test_what_is_refused() -> None:
         call(lambda *arguments: sent(*arguments, placement=placement_of("replicas", 6, 2)).rows)
     with pytest.raises(InvalidInput, match=r"rows must be float32\["):
         call(lambda *arguments: combine(sent(*arguments).rows[:-1], sent(*arguments)))
+    # 7 tokens of a rank go to both ranks.
+    few = mock.patch.object(forward, "_memory", lambda: 1000)
+    with few, pytest.raises(InvalidInput, match=r"exchange\.receive must bound the rows .* pass receive=28, twice"):
+        call(lambda *arguments: sent(*arguments).rows)
