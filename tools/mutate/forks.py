@@ -28,7 +28,7 @@ from tools.mutate.plugin import Plugin
 SHARED = (
     *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
     *("torch._dynamo", "torch.export", "torch.testing", "jax", "jax.numpy", "jax.experimental.shard_map"),
-    *("flax.nnx", "flax.linen", "jax_tvm_ffi", "optax", "safetensors.numpy"),
+    *("flax.nnx", "flax.linen", "optax", "safetensors.numpy"),
     *("safetensors.torch", "transformers", "transformers.modeling_utils"),
     *("transformers.models.mixtral.modeling_mixtral", "hypothesis", "hypothesis.strategies", "hypothesis.extra.numpy"),
     *("pytest",),
