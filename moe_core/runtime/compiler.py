@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import re
+import sys
 from typing import Any
 
 from moe_core.base import Target, dtypes
@@ -21,6 +22,10 @@ _SWIZZLED = (
 )
 #: Element types of boxes unlike the pointers': only sm_90 has TMA, and it has fp8.
 _BOX_TYPES = {"float8_e4m3fn": "fp8e4nv"}
+
+
+#: Modules whose functions have keys.
+_keyed: set[str] = set()
 
 
 def load_kernel(name: str) -> Any:
@@ -67,6 +72,23 @@ def compile_launch(plan: LaunchPlan, launch: KernelLaunch, target: Target) -> An
     )  # fmt: skip
 
 
+def _make_keys(module_name: str) -> None:
+    """Let Triton make the keys of a module's functions, those they call first.
+
+    In Triton 3.6 a function's key depends on whether its callees have theirs, so that another process, with other
+    kernels before this one, would not find it in the cache on disk.
+    """
+    if module_name in _keyed:
+        return
+    _keyed.add(module_name)
+    module = sys.modules.get(module_name)
+    functions = [one for one in getattr(module, "__dict__", {}).values() if hasattr(type(one), "cache_key")]
+    for one in functions:
+        _make_keys(one.__module__)
+    for one in functions:
+        _ = one.cache_key
+
+
 @functools.cache
 def _compile(
     kernel: Kernel,
@@ -77,6 +99,7 @@ def _compile(
     target: Target,
 ) -> Any:
     function = load_kernel(kernel.name)
+    _make_keys(function.__module__)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from moe_core.ops.reduction.reduce import REDUCE
@@ -52,3 +56,33 @@ def test_a_histogram_that_is_not_declared() -> None:
     require_counted_once(REDUCE, "")
     with pytest.raises(RuntimeError, match="reduce has histograms, and its Kernel does not say counts_slots=True"):
         require_counted_once(REDUCE, module(ONCE["linear"]))
+
+
+_KEYS = """
+import sys
+from moe_core.runtime import compiler
+
+keys = {}
+for name in sys.argv[1:]:
+    function = compiler.load_kernel(name)
+    compiler._make_keys(function.__module__)
+    keys[name] = function.cache_key
+    values = {}
+    for (constant, _), (value, _) in function.used_global_vals.items():
+        # Of two values under one name, the address would say which is first.
+        assert values.setdefault(constant, str(value)) == str(value), (name, constant)
+print(sorted(keys.items()))
+"""
+
+
+def test_kernels_have_one_key_whatever_came_before() -> None:
+    """So that another process finds them on the disk. Triton 3.6 would give keys by the order of kernels."""
+    names = [f"matmul.sm90.kernels.{name}" for name in ("swapped:matmul_ogs", "matmul:matmul_ogs", "fp8:matmul_fp8")]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", _KEYS, *order], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for order in (names, names[::-1])
+    }
+    assert len(keys) == 1 and "swapped" in keys.pop()

@@ -30,6 +30,9 @@ def aggregate(cls):
         cls.__init__ = fill
         return cls
     cls.__init__ = triton.constexpr_function(fill)
+    # Its key has the constants. Triton 3.6 would repeat them in kernels' keys, in the order of their addresses.
+    _ = cls.__init__.cache_key
+    cls.__init__.used_global_vals = {}
     # Triton 3.6 compares values with the annotations themselves.
     cls.__annotations__ = {name: kind if kind is Constant else object for name, kind in cls.__annotations__.items()}
     return _aggregate(cls)

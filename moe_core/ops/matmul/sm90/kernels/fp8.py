@@ -57,7 +57,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     skip_tile,
 )
 
-DEPTH = gl.constexpr(128)
+FP8_DEPTH = gl.constexpr(128)
 
 
 #: fp32 scales of rows and weights. See `matmul_fp8`.
@@ -127,11 +127,11 @@ def begin_part(rows, weights, turns, PART: gl.constexpr, WHICH: gl.constexpr, la
 def skip_stages(product, stage, phase, WHICH: gl.constexpr):
     """Release the stages of a tile without rows of this consumer, and let the other one have every turn."""
     pipeline, turns = product.pipeline, product.scales.turns
-    for _ in range(0, product.weights.D, DEPTH):
+    for _ in range(0, product.weights.D, FP8_DEPTH):
         for part in gl.static_range(2):
             take_turn(turns, WHICH, part)
             pass_turn(turns, WHICH)
-        stage, phase = skip_tile(pipeline, stage, phase, DEPTH, DEPTH)
+        stage, phase = skip_tile(pipeline, stage, phase, FP8_DEPTH, FP8_DEPTH)
     return stage, phase
 
 
@@ -147,7 +147,7 @@ def add_part(total, partial, factor):
 @gluon.jit
 def add_stages(product, x_offsets, first_scales, last_scales, stage, phase, WHICH: gl.constexpr, layout: gl.constexpr):
     tiles, pipeline, scales = product.tiles, product.pipeline, product.scales
-    BLOCKS: gl.constexpr = (product.weights.D + DEPTH - 1) // DEPTH
+    BLOCKS: gl.constexpr = (product.weights.D + FP8_DEPTH - 1) // FP8_DEPTH
     first = gl.zeros([ROWS, PIECE], gl.float32, layout)
     last = gl.zeros([ROWS, PIECE], gl.float32, layout)
     if scales.GROUP > 0:
@@ -250,7 +250,7 @@ def consumer(WHICH: gl.constexpr, product):
             finish(product, tile, first, last, biases, scale, layer_exists, buffer, FIRST, zero)
         elif expert >= 0:
             if scales.FAST:
-                stage, phase = skip_tile(pipeline, stage, phase, weights.D, DEPTH)
+                stage, phase = skip_tile(pipeline, stage, phase, weights.D, FP8_DEPTH)
             else:
                 stage, phase = skip_stages(product, stage, phase, WHICH)
         release_tile(pipeline, place)
@@ -281,8 +281,8 @@ def matmul_fp8(
     """
     x_codes = x.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, DEPTH], codes)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDE, DEPTH], codes)
+    a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, FP8_DEPTH], codes)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDE, FP8_DEPTH], codes)
     DTYPE: gl.constexpr = gl.float16 if HIDDEN == "float16" else gl.bfloat16
     if given is not None:
         gl.store(y_scales, gl.load(given))

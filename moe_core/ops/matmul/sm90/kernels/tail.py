@@ -33,7 +33,7 @@ RANKS = gl.constexpr(16)
 STEPS = gl.constexpr(2)
 #: Where flags and facts begin, in int32: an adapter's first row and end, steps, any flag, stages that follow.
 FLAGS = gl.constexpr(1024)
-FACTS = gl.constexpr(1280)
+TAIL_FACTS = gl.constexpr(1280)
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def flags_of(tiles, stage):
 
 @gluon.jit
 def facts_of(tiles, stage):
-    """Return int32 `[2048, 1]`, with the facts from FACTS on."""
+    """Return int32 `[2048, 1]`, with the facts from TAIL_FACTS on."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return seen_as(tiles.left.index(2 * stage), gl.int32, [2 * FLAGS, 1], plain)
 
@@ -173,11 +173,11 @@ def load_tail(product, tile, adapters, stage, phase):
         mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)
         flags_of(tiles, stage).store(flags)
         facts = facts_of(tiles, stage)
-        write_number(facts, FACTS, first)
-        write_number(facts, FACTS + 1, end)
-        write_number(facts, FACTS + 2, steps)
-        write_number(facts, FACTS + 3, gl.max(flags, axis=0))
-        write_number(facts, FACTS + 4, stages - 1 - number)
+        write_number(facts, TAIL_FACTS, first)
+        write_number(facts, TAIL_FACTS + 1, end)
+        write_number(facts, TAIL_FACTS + 2, steps)
+        write_number(facts, TAIL_FACTS + 3, gl.max(flags, axis=0))
+        write_number(facts, TAIL_FACTS + 4, stages - 1 - number)
         fence_async_shared()
         barrier()
         mbarrier.arrive(pipeline.full.index(stage), count=1 + 32 * gl.num_warps() if pipeline.COPIED else 1)
@@ -191,8 +191,8 @@ def spoil(values, tiles, stage, FIRST: gl.constexpr, COLUMN: gl.constexpr):
     """Make NaN of an adapter's rows in flagged columns."""
     layout: gl.constexpr = values.type.layout
     rows = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    mine = (rows >= read_number(facts_of(tiles, stage), FACTS)) & (
-        rows < read_number(facts_of(tiles, stage), FACTS + 1)
+    mine = (rows >= read_number(facts_of(tiles, stage), TAIL_FACTS)) & (
+        rows < read_number(facts_of(tiles, stage), TAIL_FACTS + 1)
     )
     flags = flags_of(tiles, stage).slice(COLUMN, PIECE).load(gl.SliceLayout(0, layout))
     return gl.where(mine[:, None] & (flags > 0)[None, :], float("nan"), values)
@@ -207,16 +207,16 @@ def multiply_tail(product, stage, phase, accumulator, WHICH: gl.constexpr):
     while more > 0:
         await_stage(pipeline, stage, phase)
         low, factor = stage_of_low(tiles, 2 * stage + WHICH), stage_of_factor(tiles, stage)
-        for step in range(read_number(facts_of(tiles, stage), FACTS + 2)):
+        for step in range(read_number(facts_of(tiles, stage), TAIL_FACTS + 2)):
             accumulator = warpgroup_mma(low.index(step), factor.index(step), accumulator, is_async=True)
             accumulator = warpgroup_mma_wait(num_outstanding=0, deps=[accumulator])
-        if read_number(facts_of(tiles, stage), FACTS + 3) > 0:
+        if read_number(facts_of(tiles, stage), TAIL_FACTS + 3) > 0:
             left, right = halves(accumulator)
             left = spoil(left, tiles, stage, WHICH * ROWS, 0)
             right = spoil(right, tiles, stage, WHICH * ROWS, PIECE)
             joined = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, WIDE])
             accumulator = gl.convert_layout(joined, sums)
-        more = read_number(facts_of(tiles, stage), FACTS + 4)
+        more = read_number(facts_of(tiles, stage), TAIL_FACTS + 4)
         release_stage(pipeline, stage)
         stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase, accumulator
@@ -228,7 +228,7 @@ def skip_tail(product, stage, phase):
     more = stage * 0 + 1
     while more > 0:
         await_stage(pipeline, stage, phase)
-        more = read_number(facts_of(tiles, stage), FACTS + 4)
+        more = read_number(facts_of(tiles, stage), TAIL_FACTS + 4)
         release_stage(pipeline, stage)
         stage, phase = advance(stage, phase, pipeline.STAGES)
     return stage, phase
