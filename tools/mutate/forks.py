@@ -23,13 +23,13 @@ from typing import Any
 
 from tools.mutate.plugin import Plugin
 
-#: Imported once, where forks are not `alone`. What is not installed is left out. Not torch._inductor: some releases of
-#: it begin a thread, and forks of a process with a second thread die.
+#: Imported once, where forks are not `alone`. What is not installed is left out. Neither torch._inductor, which begins a
+#: thread in some releases, nor jax_tvm_ffi: beside CUDA forks of a process that has imported one of them die.
 SHARED = (
     *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
     *("torch._dynamo", "torch.export", "torch.testing", "jax", "jax.numpy", "jax.experimental.shard_map"),
-    *("flax.nnx", "flax.linen", "optax", "safetensors.numpy"),
-    *("safetensors.torch", "transformers", "transformers.modeling_utils"),
+    *("flax.nnx", "flax.linen", "optax", "safetensors.numpy", "safetensors.torch"),
+    *("transformers", "transformers.modeling_utils"),
     *("transformers.models.mixtral.modeling_mixtral", "hypothesis", "hypothesis.strategies", "hypothesis.extra.numpy"),
     *("pytest",),
 )
