@@ -23,8 +23,8 @@ from typing import Any
 
 from tools.mutate.plugin import Plugin
 
-#: Imported once, where forks are not `alone`. What is not installed is left out. Neither torch._inductor, which begins a
-#: thread in some releases, nor jax_tvm_ffi: beside CUDA forks of a process that has imported one of them die.
+#: Imported once, where forks are not `alone`. What is not installed is left out. Neither torch._inductor, which begins
+#: a thread in some releases, nor jax_tvm_ffi: beside CUDA forks of a process that has imported one of them die.
 SHARED = (
     *("numpy", "ml_dtypes", "triton", "triton.language", "triton.runtime.interpreter", "torch", "torch.nn"),
     *("torch._dynamo", "torch.export", "torch.testing", "jax", "jax.numpy", "jax.experimental.shard_map"),
