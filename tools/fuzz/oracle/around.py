@@ -109,7 +109,8 @@ def _shared_pre(case: Any, given: Given, x: Real, expert: Expert, machine: Machi
         change = pair.change(x)
         values, errors = (split_gate(one, joined_storage(case)) for one in (change.value, change.error))
         gate = gate + Real(values[0], errors[0], x.unit)
-        up = None if up is None else up + Real(values[1], errors[1], x.unit)
+        if up is not None and values[1] is not None and errors[1] is not None:
+            up = up + Real(values[1], errors[1], x.unit)
     return _cast(case, gate, up)
 
 
@@ -227,8 +228,8 @@ def _add_pair_of_gate(backward: Backward, pair: Pair, rows: Real, d_gate: Real, 
         sides.append((found["lora.a1_shared"], found["lora.b1_shared"]))
     (a, b), (other_a, other_b) = sides
     found["lora.a1_shared"] = (a + other_a).cast(case.dtype)
-    both = (torch.cat(parts, -1) for parts in ((b.value, other_b.value), (b.error, other_b.error)))
-    found["lora.b1_shared"] = Real(*both, b.unit)
+    value, error = (torch.cat(parts, -1) for parts in ((b.value, other_b.value), (b.error, other_b.error)))
+    found["lora.b1_shared"] = Real(value, error, b.unit)
 
 
 def _add_shared(backward: Backward) -> None:
