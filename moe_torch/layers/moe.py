@@ -84,7 +84,7 @@ class MoE(PlannedLayer):
         dtype: bfloat16, float16 or float32, and on a CPU float64, to check gradients.
         expert_parallel: a DeviceMesh of one axis, or a `moe_torch.parallel.ExpertParallel`.
 
-        Raises InvalidInput for options that contradict each other.
+    Raises InvalidInput for options that contradict each other.
     """
 
     router: RouterParameters

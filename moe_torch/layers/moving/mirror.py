@@ -49,7 +49,7 @@ class Mirror:
     Attributes:
         step: of the state that `reform` went back to or that was saved last, counted by saves. -1: none.
 
-        Raises InvalidInput without shared-out layers, Unsupported for experts in `fully_shard` or a tensor axis.
+    Raises InvalidInput without shared-out layers, Unsupported for experts in `fully_shard` or a tensor axis.
     """
 
     def __init__(self, model: Any, optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer) -> None:
