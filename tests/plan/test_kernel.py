@@ -104,7 +104,7 @@ def test_declarations_are_checked() -> None:
     with pytest.raises(InvalidInput, match=r"must be 'module:function' under moe_core\.ops, got 'reduce'; correct it"):
         Kernel("reduce")
     never: Any = "never"
-    with pytest.raises(InvalidInput, match="pdl of a:b must be None, 'start' or 'layout', got 'never'; choose one"):
+    with pytest.raises(InvalidInput, match="pdl of a:b must be None, start, layout or tail, got 'never'; choose one"):
         Kernel("a:b", pdl=never)
 
 

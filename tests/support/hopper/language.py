@@ -106,7 +106,7 @@ class Operations:
     def function(self, function: types.FunctionType) -> Callable[..., Any]:
         """A kernel's function with names that mean what they mean here."""
         if function.__name__ == "join" and function.__module__.endswith("pdl"):
-            return lambda: None
+            return lambda pdl: None
         if function.__module__.endswith("swapped_products") and function.__name__ in (
             "multiply_stage",
             "await_products",
