@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_core.base.target import Target
+from moe_core.ops.lora.adapters import Dropout
+from moe_core.ops.lora.reference import kept
 from moe_core.specs import Activation, MoESpec, RouterSpec
 from moe_core.specs.operands import BUNDLES, ExpertWeights, LoRAFactors, RouterWeights, SharedExpert
 from moe_jax import ops
@@ -290,3 +292,9 @@ def test_a_rounding_between_two_casts_stays() -> None:
     program = jax.jit(jax.value_and_grad(lambda x: ops.ARRAYS.like(x * 1.1, half).astype(jnp.float32).sum()))
     assert program.lower(x).as_text().count("optimization_barrier %") == 2
     assert "optimization_barrier" not in jax.jit(ops.ARRAYS.like).lower(half, x).as_text()
+
+
+def test_dropout_masks_beyond_experts() -> None:
+    seed, one = np.array([2**31 - 1], np.int32), Dropout(0.25, "token")
+    mask = ops.ARRAYS.kept((23, 16), jnp.asarray(seed), one)
+    np.testing.assert_array_equal(mask, kept(seed, np.arange(23), 16, one))

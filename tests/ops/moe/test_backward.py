@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core import InvalidInput
+from moe_core.base import ArraySpec
 from moe_core.base.target import Target
 from moe_core.ops.matmul.weight_gradient import WEIGHT_GRADIENT
 from moe_core.ops.moe.backward import plan_moe_backward
@@ -110,6 +111,10 @@ def test_a_wide_gradient_of_x_is_the_one_before_its_cast(engine: str) -> None:
     weighted = draw(hard_routing("top_1"), MoESpec(Activation("silu"), apply_router_weight_on_input=True))
     with pytest.raises(InvalidInput, match="wide must be False with apply_router_weight_on_input"):
         plan_for(weighted, H200, ("d_x",), wide=True)
+    plain = draw(hard_routing("missing_ids"), MoESpec(Activation("silu")))
+    for one, wide in ((weighted, False), (plain, True)):
+        with pytest.raises(InvalidInput, match="results_at must be None but with a TopK, and without shared, wide"):
+            plan_for(one, H200, ("d_x",), wide=wide, results_at=ArraySpec((one.operands.routing.ids.size,), "int64"))
 
 
 @pytest.mark.parametrize("engine", ["kernels", "reference"])

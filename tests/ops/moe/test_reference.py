@@ -22,6 +22,7 @@ from moe_core.specs.operands import (
     map_arrays,
     named_arrays,
 )
+from moe_core.specs.routing import RowLimit
 from tests.support import strategies
 from tests.support.exact import draw_experts, exact_row, transposed
 from tests.support.strategies import HARD_ROUTINGS, RoutingCase, draw_array, hard_routing, numpy_dtype
@@ -179,6 +180,16 @@ def test_masked_tokens_are_left_out_everywhere():
     assert (stages["ids"][~mask] == -1).all() and not stages["output"][~mask].any()
     assert stages["tokens_per_expert"].sum() == 2 * mask.sum() and stages["invalid_ids"].tolist() == [0]
     assert np.isfinite(stages["output"]).all()
+
+
+def test_slots_past_a_row_limit_have_no_row():
+    x, experts, _ = small_layer()
+    routing = TopK(np.stack([np.arange(20), np.arange(20) + 1], 1).astype(np.int32) % 6, np.ones((20, 2), np.float32))
+    wide, narrow = (
+        moe_stages(x, experts, routing, MoESpec(Activation("silu"), row_limit=RowLimit(each))) for each in (2, 1)
+    )
+    assert wide["invalid_ids"].tolist() == [0] and narrow["invalid_ids"].tolist() == [20]
+    assert narrow["tokens_per_expert"].sum() == 20
 
 
 def test_stacked_layers_separate_buffers_and_transposed_weights_change_nothing():
