@@ -31,7 +31,27 @@ PACKAGE = {
     ),
     "moe_core/specs/__init__.py": "",
     "moe_core/specs/other.py": "def unused(x):\n    return x + 2\n",
+    "moe_core/base/__init__.py": "",
+    "moe_core/base/far.py": "def double(x):\n    return x + x\n",
     "tests/__init__.py": "",
+    "tests/support/__init__.py": "",
+    "tests/support/parallel/__init__.py": "",
+    "tests/support/parallel/torch.py": "import moe_core.base.far\n",
+    "tests/support/parallel/pool.py": (
+        "import multiprocessing\n\n\n"
+        "def serve(pipe):\n    function, given = pipe.recv()\n    pipe.send(function(*given))\n\n\n"
+        "class Pool:\n    def __init__(self):\n        context = multiprocessing.get_context('forkserver')\n"
+        "        self.pipe, there = context.Pipe()\n"
+        "        context.Process(target=serve, args=(there,), daemon=True).start()\n\n"
+        "    def start(self, function, arguments):\n        self.pipe.send((function, arguments[0]))\n"
+    ),
+    "tools/mutate/plugin.py": (ROOT / "tools/mutate/plugin.py").read_text(),
+    "tests/ops/__init__.py": "",
+    "tests/ops/test_ranks.py": (
+        "from tests.support.parallel.pool import Pool\nfrom tests.support.parallel.torch import moe_core\n\n\n"
+        "def test_rank():\n    pool = Pool()\n    pool.start(moe_core.base.far.double, [(3,)])\n"
+        "    assert pool.pipe.recv() == 6\n"
+    ),
     "tests/plan/__init__.py": "",
     "tests/plan/test_sizes.py": (
         "import pytest\nfrom moe_core.plan.sizes import half, loop\n\n\n"
@@ -74,8 +94,10 @@ def test_a_small_package(tmp_path: Path) -> None:
     assert of["if x < 0:", "if (x <= 0):"]["status"] == "survived"
     assert of["return x - 1", "return (x + 1)"]["status"] == "survived", "the tests of its file ran"
     assert of["return x + 2", "return (x - 2)"]["status"] == "uncovered"
+    far = of["return x + x", "return (x - x)"]
+    assert far["by"].endswith("test_rank") and far["related"] == 1, "a rank calls it"
     assert not any(r["by"].endswith("test_that_fails") for r in results), "it fails without a mutation"
-    assert "1/1 tests/plan/test_sizes.py: 4 tests, 1 failed, 1 alike" in printed
+    assert "/2 tests/plan/test_sizes.py: 4 tests, 1 failed, 1 alike" in printed
     assert 'after = "if (x <= 0):"' in printed and "| plan |" in printed and "least: 0.0% in specs" in printed
     for name, text in PACKAGE.items():
         assert (tmp_path / name).read_text() == text

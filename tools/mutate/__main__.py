@@ -98,7 +98,8 @@ def main() -> int:
         parser.error(f"--folders must be of {', '.join(known)}, got {', '.join(unknown)}")
     begin = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=FOLDER))
+    # Sockets of servers of ranks lie below, and a path of one is short.
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="mutate-"))
     forks.prepare(options.alone)
     slots = [Tree.at(FOLDER / f"trees-{options.seed}" / str(number)).folder for number in range(options.jobs)]
 

@@ -9,6 +9,8 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pathlib
 import resource
@@ -20,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from tools.mutate.plugin import Plugin
 
@@ -35,6 +38,8 @@ SHARED = (
 )
 #: What forks of any kind share: nothing that starts threads or talks to a device.
 ALONE = ("numpy", "hypothesis", "pytest")
+#: Test files whose ranks are processes import it.
+RANKS = "tests.support.parallel"
 #: A fork may hold this many bytes, and map as many as ADDRESSES, of which tests with sparse arrays touch few: a mutated
 #: size must not take the machine's memory.
 MEMORY, ADDRESSES = 8 << 30, 64 << 30
@@ -127,6 +132,7 @@ def _child(job: Job, scratch: pathlib.Path) -> int:
     tempfile.tempdir = None
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests")]:
         del sys.modules[name]
+    serve_ranks(job.files)
     plugin = Plugin(job.report, str(job.tree), job.order, job.record)
     # Plugins by name: those that a plugin looks for by itself were imported before the fork, of which pytest warns.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -135,6 +141,25 @@ def _child(job: Job, scratch: pathlib.Path) -> int:
     import pytest
 
     return int(pytest.main([*options, *([] if job.record or job.keep_going else ["-x"]), *job.files], plugins=[plugin]))
+
+
+def serve_ranks(files: list[str]) -> None:
+    """Let the server that test processes fork ranks from be a fork of this one, where one of these files has ranks: it
+    would start anew and import the frameworks for many seconds."""
+    if not any(RANKS in pathlib.Path(file).read_text() for file in files if os.path.exists(file)):
+        return
+
+    def fork(path: Any, arguments: list[Any], passed: Any) -> int:
+        if (pid := os.fork()) == 0:
+            try:
+                exec(arguments[-1], {})
+            finally:
+                os._exit(1)
+        return pid
+
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork):
+        multiprocessing.set_forkserver_preload(["tests.support.parallel.torch"])
+        multiprocessing.forkserver.ensure_running()
 
 
 def _has_packages(path: str) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 import os
 import pathlib
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -32,6 +35,88 @@ def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+class Calls:
+    """The functions of the packages under a root that any thread of this process calls between `begin` and `end`."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.called: set[CodeType] = set()
+
+    def begin(self) -> None:
+        self.called = set()
+        if sys.version_info >= (3, 12):
+            if sys.monitoring.get_tool(MONITOR) is None:
+                sys.monitoring.use_tool_id(MONITOR, "tools.mutate")
+            sys.monitoring.register_callback(MONITOR, sys.monitoring.events.PY_START, self.note)
+            sys.monitoring.set_events(MONITOR, sys.monitoring.events.PY_START)
+            sys.monitoring.restart_events()
+        else:
+            threading.settrace(self.trace)
+            sys.settrace(self.trace)
+
+    def end(self) -> set[str]:
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(MONITOR, 0)
+        else:
+            threading.settrace(None)  # type: ignore[arg-type]
+            sys.settrace(None)
+        return {name for code in self.called if (name := self.name(code))}
+
+    def note(self, code: CodeType, offset: int) -> object:
+        """Called once per function until the next `begin`: tracing every call would take several times as long."""
+        self.called.add(code)
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> None:
+        self.called.add(frame.f_code)
+
+    def name(self, code: CodeType) -> str | None:
+        """`path::qualified name` of a function of the packages; what lies in a function without a name is its."""
+        if not code.co_filename.startswith(self.root + "/moe_"):
+            return None
+        qualified = code.co_qualname
+        while qualified.endswith(">"):
+            if ".<locals>." not in qualified:
+                qualified = "<module>"
+                break
+            qualified = qualified.rpartition(".<locals>.")[0]
+        return f"{code.co_filename[len(self.root) + 1 :]}::{qualified}"
+
+
+def call_noted(folder: pathlib.Path, root: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call in a rank, which also writes to a file of a folder which functions it calls."""
+    calls = Calls(root)
+    calls.begin()
+    try:
+        return function(*arguments)
+    finally:
+        (folder / f"{os.getpid()}-{time.monotonic_ns()}").write_text("\n".join(calls.end()))
+
+
+def note_ranks(folder: pathlib.Path, root: str) -> None:
+    """Let ranks of `tests.support.parallel.pool` note what they call, once a test file has imported it."""
+    pool = getattr(sys.modules.get("tests.support.parallel.pool"), "Pool", None)
+    if pool is None or hasattr(pool.start, "__wrapped__"):
+        return
+    # Ranks know the tree's module, not the one of the process that forked.
+    named, start = importlib.import_module(__name__).call_noted, pool.start
+
+    @functools.wraps(start)
+    def noting(self: Any, function: Callable[..., Any], arguments: Any) -> None:
+        start(self, functools.partial(named, folder, root, function), arguments)
+
+    pool.start = noting
+
+
+def noted(folder: pathlib.Path) -> set[str]:
+    """What ranks called since the last time."""
+    found: set[str] = set()
+    for file in folder.iterdir():
+        found.update(file.read_text().split("\n"))
+        file.unlink()
+    return found - {""}
+
+
 class Plugin:
     """order: the tests to run, in this order; None runs all. record: also note the functions that each test calls."""
 
@@ -39,12 +124,10 @@ class Plugin:
         self.report, self.root, self.record = report, root, record
         self.place = None if order is None else {name: index for index, name in enumerate(order)}
         self.began, self.used = time.monotonic(), time.process_time()
-        self.called: set[CodeType] = set()
+        self.calls = Calls(root)
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.recorded: Counter[str] = Counter()
-        if record and sys.version_info >= (3, 12):
-            sys.monitoring.use_tool_id(MONITOR, "tools.mutate")
-            sys.monitoring.register_callback(MONITOR, sys.monitoring.events.PY_START, self.note)
+        self.of_ranks = pathlib.Path(tempfile.mkdtemp()) if record else report
 
     def write(self, **event: Any) -> None:
         with self.report.open("a") as file:
@@ -72,48 +155,17 @@ class Plugin:
             item.add_marker(pytest.mark.skip(reason="alike"))
             return (yield)
         if self.record:
-            self.called = set()
-            self.watch(True)
+            note_ranks(self.of_ranks, self.root)
+            self.calls.begin()
         try:
             return (yield)
         finally:
-            if self.record:
-                self.watch(False)
+            called = self.calls.end() | noted(self.of_ranks) if self.record else set()
             seconds = seconds_on(began, used)
             self.spent[function] += seconds
             self.recorded[function] += 1
-            functions = sorted({name for code in self.called if (name := self.name(code))})
-            self.write(event="ran", test=item.nodeid, seconds=seconds, functions=functions)
+            self.write(event="ran", test=item.nodeid, seconds=seconds, functions=sorted(called))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
             self.write(event=report.outcome, test=report.nodeid, text=str(report.longrepr)[-300:])
-
-    def watch(self, on: bool) -> None:
-        """Begin or end noting the functions that any thread calls."""
-        if sys.version_info >= (3, 12):
-            sys.monitoring.set_events(MONITOR, sys.monitoring.events.PY_START if on else 0)
-            sys.monitoring.restart_events()
-        else:
-            threading.settrace(self.trace if on else None)  # type: ignore[arg-type]
-            sys.settrace(self.trace if on else None)
-
-    def note(self, code: CodeType, offset: int) -> object:
-        """Called once per function until `watch` begins anew: tracing every call would take several times as long."""
-        self.called.add(code)
-        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
-
-    def trace(self, frame: FrameType, event: str, argument: object) -> None:
-        self.called.add(frame.f_code)
-
-    def name(self, code: CodeType) -> str | None:
-        """`path::qualified name` of a function of the packages; what lies in a function without a name is its."""
-        if not code.co_filename.startswith(self.root + "/moe_"):
-            return None
-        qualified = code.co_qualname
-        while qualified.endswith(">"):
-            if ".<locals>." not in qualified:
-                qualified = "<module>"
-                break
-            qualified = qualified.rpartition(".<locals>.")[0]
-        return f"{code.co_filename[len(self.root) + 1 :]}::{qualified}"
