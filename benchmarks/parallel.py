@@ -66,12 +66,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to run. seconds: no cell starts later."""
+    """What to run. seconds: no cell starts later. kernels: what becomes of them before ranks start."""
 
     cells: tuple[Cell, ...]
     setting: Setting
     seconds: float
     output: Path | None
+    kernels: str = "compile"
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
@@ -90,6 +91,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds until a cell hangs (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--output", type=Path, help="write the record here, after every cell")
+    ways = ("compile", "only", "ready")
+    parser.add_argument(
+        "--kernels", default=ways[0], choices=ways, help="only: compile, measure nothing; ready: they are"
+    )
     found = parser.parse_args(arguments)
     on_cpu = found.device == "cpu"
     known, gpus = (_TINY, 0) if on_cpu else (_SHAPES, torch.cuda.device_count())
@@ -113,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if not cells:
         parser.error(f"there is nothing to run; all_gather has rows of tokens, up to {_FEW_TOKENS} of them")
     setting = Setting(ranks, found.device, found.seed, found.cell_seconds, found.limit)
-    return Options(tuple(cells), setting, found.seconds, found.output)
+    return Options(tuple(cells), setting, found.seconds, found.output, found.kernels)
 
 
 def merged(cell: Cell, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -249,7 +254,7 @@ def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 where a cell has an error."""
     options = parse(arguments)
-    if options.setting.device == "cuda":
+    if options.setting.device == "cuda" and options.kernels != "ready":
         jobs: dict[str, list[Callable[[], None]]] = {}
         for cell in options.cells:
             jobs.setdefault(cell.shape.name, []).append(functools.partial(parallel_ahead.measured, cell))
@@ -258,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ahead = context.Process(target=parallel_ahead.compile_ahead, args=(jobs, options.setting.ranks))
         ahead.start()
         ahead.join()
+        if options.kernels == "only":
+            return int(bool(ahead.exitcode))
     record = run(options, rows_of_processes(options, time.monotonic() + options.seconds))
     print(table(record["rows"], COLUMNS))
     return int(any("error" in row for row in record["rows"]))

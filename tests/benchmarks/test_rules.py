@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 flop_counter = pytest.importorskip("torch.utils.flop_counter")
 pytest.importorskip("jax")
 
-from benchmarks import forward, peers, quantized, quantized_peers, sustained
+from benchmarks import forward, parallel, parallel_records, peers, quantized, quantized_peers, sustained
 from benchmarks.breakdown import breakdown_table, summarize
 from benchmarks.budget import Budget
 from benchmarks.libraries import flashinfer, hugging_face, sonicmoe
@@ -286,3 +286,20 @@ def test_a_problem_is_routed_as_the_trace_was(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             traced_logits(f"trace:{path}{suffix}", tokens, 4, 2)
+
+
+def test_parts_of_records_end_with_all_that_they_start(tmp_path: pathlib.Path) -> None:
+    for name in ("training", "dsv3", "forward"):
+        command = parallel_records.commands(name, tmp_path, 2, "cpu")
+        cells = parallel.parse(command[2:]).cells
+        assert command[1] == "benchmarks.parallel" and {cell.training for cell in cells} == {name == "training"}
+    begun = tmp_path / "begun"
+    child = f"import os, time, pathlib; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    runs = parallel_records.Runs(tmp_path, 60.0)
+    runs.run([("slow", ["-c", parent]), ("quick", ["-c", "print('done')"])], 3.0)
+    assert [row["exit"] for row in runs.rows] == ["ended: the time was spent", 0]
+    assert (tmp_path / "quick.log").read_text() == "done\n"
+    assert "print('done')" in json.loads((tmp_path / "parts.json").read_text())[1]["command"]
+    state = pathlib.Path(f"/proc/{begun.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"

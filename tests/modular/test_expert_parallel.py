@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs.tuning import Tuning
 from moe_torch.modular import FusedMoEQuantConfig
@@ -30,6 +32,7 @@ from tests.support.torch import REAL_KERNELS
 
 __all__ = ["ranks"]
 
+GPUS = torch.cuda.device_count()
 WAYS = (
     ExchangeSpec("all_to_all"),
     ExchangeSpec("all_to_all", "slots"),
@@ -53,12 +56,16 @@ CASES = (
 
 
 def problem_of(
-    case: tuple[Any, ...] = CASES[0], dtype: str = "float32", *, equal: bool = False, seed: int = 0
+    case: tuple[Any, ...] = CASES[0],
+    dtype: str = "float32",
+    *,
+    equal: bool = False,
+    seed: int = 0,
+    sizes: tuple[int, int] = (16, 8),
 ) -> Problem:
     load, kind, experts, size, tokens, top_k = case
     if equal:
         tokens = (max(tokens),) * size
-    sizes = (16, 8)
     return draw_problem(seed, placement_of(kind, experts, size, seed), tokens, top_k, load, dtype, PLAIN, sizes=sizes)
 
 
@@ -96,6 +103,20 @@ def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool, way: int,
     """Experts that are loaded unevenly: an owner's tiles are those of all tokens."""
     problem = problem_of(("hot_rank", "round_robin", 3, 2, (4, 4), 2), dtype)
     compare_with_one_device(ranks, problem, WAYS[way], experts, engine="interpreter", experts=experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_ranks_with_gpus_give_every_bit_of_one() -> None:
+    pool = Pool(2, backend="nccl")
+    try:
+        for way in WAYS:
+            for experts, trained in (("triton", True), ("unfused", False)):
+                problem = problem_of(("hot_rank", "round_robin", 8, 2, (65, 65), 3), "bfloat16", sizes=(256, 192))
+                label = f"{way}, {experts}"
+                compare_with_one_device(pool, problem, way, label, engine="cuda", experts=experts, trained=trained)
+    finally:
+        pool.close()
 
 
 @every_way

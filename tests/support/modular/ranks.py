@@ -97,13 +97,15 @@ def experts_of(problem: Problem, experts: str) -> Any:
     return modular.BatchedTritonExperts(most, ranks, weight_layout="in_out")
 
 
-def tensors_of(problem: Problem, number: int | None, trained: bool) -> list[torch.Tensor]:
+def tensors_of(
+    problem: Problem, number: int | None, trained: bool, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """The arguments of a kernel, of a rank or, with None, of all tokens and experts."""
     x, experts, routing = problem.x, problem.experts, problem.routing
     if number is not None:
         own = problem.ranks()[number]
         x, experts, routing = own.x, own.experts, own.routing
-    tensors = list(to_torch((x, experts.gate_up, experts.down, routing.weights, routing.ids)))
+    tensors = list(to_torch((x, experts.gate_up, experts.down, routing.weights, routing.ids), device))
     return [tensor.requires_grad_(trained and tensor.is_floating_point()) for tensor in tensors]
 
 
@@ -113,7 +115,7 @@ def results_of(kernel: Any, tensors: list[torch.Tensor], d_output: np.ndarray | 
         output = kernel(*tensors, **options)
     if d_output is None:
         return {"output": to_numpy(output)}
-    output.backward(to_torch(d_output))
+    output.backward(to_torch(d_output, output.device))
     found = {"output": to_numpy(output)}
     for name, tensor in zip(("d_x", "d_w1", "d_w2", "d_weights"), tensors, strict=False):
         # Experts of others leave no gradient where no row has come.
@@ -125,10 +127,12 @@ def run_rank(
     group: Any, problem: Problem, way: ExchangeSpec, engine: str, experts: str, trained: bool, fault: str | None
 ) -> dict[str, Any]:
     number = torch.distributed.get_rank(group)
-    with running_on(engine), poisoned(), broken(fault):
+    with running_on(engine) as device, poisoned(), broken(fault):
+        # A rank's GPU is its current one.
+        own = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else device
         kernel = FusedMoEModularKernel(part_of(group, problem, way, experts), experts_of(problem, experts))
         d_output = problem.gradients()[number].output if trained else None
-        return results_of(kernel, tensors_of(problem, number, trained), d_output)
+        return results_of(kernel, tensors_of(problem, number, trained, own), d_output)
 
 
 def compare_with_one_device(
@@ -145,14 +149,14 @@ def compare_with_one_device(
     """Raise unless the ranks' results are those of one device, bit by bit."""
     placement = problem.placement
     found = pool.call(run_rank, [(problem, way, engine, experts, trained, fault)] * placement.num_ranks)
-    with running_on(engine):
+    with running_on(engine) as device:
         if experts == "batched":
             most = max(1, sum(problem.tokens))
             part: Any = modular.BatchedPrepareAndFinalize(most, placement.num_experts)
             alone = FusedMoEModularKernel(part, modular.BatchedTritonExperts(most, weight_layout="in_out"))
         else:
             alone = FusedMoEModularKernel(modular.MoEPrepareAndFinalizeNoEP(), EXPERTS[experts]())
-        tensors = tensors_of(problem, None, trained)
+        tensors = tensors_of(problem, None, trained, device)
         expected = results_of(alone, tensors, problem.d_output if trained else None)
     for name, array in expected.items():
         parts = [rank[name] for rank in found]
