@@ -43,10 +43,8 @@ def read_quantization(settings: Any, family: str, model: Settings | None = None)
         raise unsupported(f"quant_method mxfp4 for {family}", "only gpt_oss is published in it")
     read, keys = _METHODS[method]
     require_known(settings, f"{keys} {_ANY_METHOD}", f"quantization_config of {method}")
-    expert_dtype = (model or {}).get("expert_dtype")
-    if method == "fp8" and expert_dtype is not None:
-        settings = {"expert_dtype": expert_dtype, **settings}
-    return read(settings)
+    # Only fp8 has it, in either place.
+    return read({"expert_dtype": (model or {}).get("expert_dtype"), **settings})
 
 
 def _fp8(settings: Settings) -> Quantization:

@@ -12,15 +12,14 @@ from moe_torch.layers.casts import at_least_float32
 
 @dataclass(frozen=True)
 class BlockArray:
-    """One array of a layer, held by the block's tensors `names` of `shape` and `dtype`. interleaved: rows of gate and
-    up alternate. turned: transposed. num_experts: of tensors with the F rows of one expert below another's, else 0.
+    """One array of a layer, held by the block's tensors `names` of `shape` and `dtype`: one, or gate and up. turned:
+    transposed. num_experts: of tensors with the F rows of one expert below another's, else 0.
     """
 
     name: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    interleaved: bool = False
     turned: bool = False
     num_experts: int = 0
 
@@ -32,7 +31,7 @@ class BlockArray:
         if self.name in ("router.table", "router.correction_bias"):
             return whole.int() if self.name == "router.table" else at_least_float32(whole.reshape(-1))
         if len(tensors) > 1:
-            whole = torch.stack(tensors, 1).flatten(0, 1) if self.interleaved else torch.cat(tensors, -2)
+            whole = torch.cat(tensors, -2)
         return whole.transpose(-1, -2).contiguous() if self.turned else whole
 
     def split(self, array: torch.Tensor) -> list[torch.Tensor]:
@@ -41,10 +40,7 @@ class BlockArray:
             return [array.to(self.dtype) if self.name == "router.table" else array.reshape(self.shape)]
         whole = array.transpose(-1, -2) if self.turned else array
         count = len(self.names)
-        if count > 1:
-            parts = whole.unflatten(0, (-1, count)).unbind(1) if self.interleaved else whole.chunk(count, -2)
-        else:
-            parts = (whole,)
+        parts = whole.chunk(count, -2) if count > 1 else (whole,)
         parts = [part.flatten(0, 1) for part in parts] if self.num_experts else parts
         return [part.contiguous() for part in parts]
 

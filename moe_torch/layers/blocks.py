@@ -274,6 +274,5 @@ def _arrays(
         first, plain = values[stored[0]], name.startswith(("shared_experts.", "before.weight", "after.weight"))
         of_rows = flat and name in ("experts.gate_up", "experts.down")
         turned = name == "experts.down" if of_rows else plain and storage.weight_layout == "in_out"
-        kind = storage.gate_layout == "interleaved", turned, num_experts if of_rows else 0
-        arrays.append(BlockArray(name, stored, tuple(first.shape), first.dtype, *kind))
+        arrays.append(BlockArray(name, stored, tuple(first.shape), first.dtype, turned, num_experts if of_rows else 0))
     return tuple(arrays)

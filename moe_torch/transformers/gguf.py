@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,12 +36,10 @@ def config_of(index: TensorIndex, name: str) -> dict[str, Any]:
             f"{path} must be of an architecture with a config.json in its metadata ({', '.join(_WHOLE)}), got "
             f"{architecture!r}{f' with {scaling[0]}' if scaling else ''}; {_CONFIG}"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            config = transformers.AutoConfig.from_pretrained(index.directory, gguf_file=name)
-        except Exception as error:  # whatever a loader raises
-            raise InvalidInput(f"{path} must have a config in its metadata, got: {error!s:.400}; {_CONFIG}") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(index.directory, gguf_file=name)
+    except Exception as error:  # whatever a loader raises
+        raise InvalidInput(f"{path} must have a config in its metadata, got: {error!s:.400}; {_CONFIG}") from error
     settings = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
     for key, setting in _WHOLE[architecture].items():
         field = fields.get(f"{architecture}.{key}")
@@ -60,8 +57,7 @@ def published_tensors(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     from transformers.core_model_loading import revert_weight_conversion
 
     settings = {key: value for key, value in settings.items() if key != "quantization_config"}
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
+    with torch.device("meta"):
         try:
             config: Any = transformers.AutoConfig.for_model(**settings)
             model = transformers.AutoModelForCausalLM.from_config(config)

@@ -11,11 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch
 from moe_core.specs.exchange import TableSpec
 from moe_torch import ops
-from moe_torch.operators import routes, stages
+from moe_torch.bridge.operator import Operator
+from moe_torch.operators import exchange, routes, stages
 from tests.support.torch import running_on
 
 T, K, E, D, F = 6, 2, 5, 8, 12
@@ -38,6 +40,22 @@ def ids() -> Any:
 
 def layout() -> Any:
     return ops.make_layout(ids(), E)
+
+
+def peer_places() -> Any:
+    """Of 2 ranks of 3 places."""
+    placed = ops.make_layout(ids(), 6)
+    return tuple(
+        exchange.PEER_PLACES.call(
+            ids=ids(), group_start=placed.group_start, row_of_slot=placed.row_of_slot,
+            counts=ones(2, 6, dtype=torch.int32), rank=0, receive=7,
+        )
+    )  # fmt: skip
+
+
+def sum_results() -> Any:
+    given = dict.fromkeys(("headers", "agree", "wanted", "shared", "shared_gate", "memory"))
+    return exchange.SUM_RESULTS.call(y=ones(13, D), row_of_slot=ids(), **given, out_dtype="float32")
 
 
 def moe(routing: Any, router: Any = None) -> Any:
@@ -89,6 +107,32 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     **{f"send_tables {sizes}": lambda sizes=sizes: send_tables(*sizes) for sizes in SENT},
     **{f"receive_tables {sizes}": lambda sizes=sizes: receive_tables(*sizes) for sizes in RECEIVED},
+    "route_rounded": lambda: tuple(
+        ops.route_rounded(ones(17, E, dtype=torch.float32), moe_torch.RouterSpec(K), moe_torch.TokenRounding(16))
+    ),
+    "make_layout with fewer rows": lambda: tuple(vars(ops.make_layout(ids(), E, rows=7)).values()),
+    "pack_bitmatrix": lambda: ops.pack_bitmatrix(ids(), 40),
+    "unpack_bitmatrix": lambda: ops.unpack_bitmatrix(ones(T, 2, dtype=torch.int32).view(torch.uint32), 40, K),
+    "layout_of_runs": lambda: (*ops.layout_of_runs(ones(2, E, dtype=torch.int32), 13),),
+    "reduce": lambda: ops.reduce(ones(T * K, D), layout(), out_dtype="float32"),
+    "peer_places": peer_places,
+    "peer_take_rows": lambda: exchange.TAKE_ROWS.call(
+        x=ones(7, D),
+        scales=None,
+        rows=ones(11, 1, dtype=torch.int32),
+        group_start=ones(E + 1, dtype=torch.int32),
+        dtype=None,
+        programs=None,
+    ),
+    "result_addresses": lambda: exchange.RESULT_ADDRESSES.call(
+        sources=ones(9, 2, dtype=torch.int32),
+        group_start=ones(E + 1, dtype=torch.int32),
+        slots_at=ones(2, dtype=torch.int64),
+        num_slots=T * K,
+        width=D,
+        dtype="bfloat16",
+    ),
+    "sum_results": sum_results,
     "moe of logits": lambda: moe(moe_torch.RouterLogits(ones(T, E, dtype=torch.float32)), moe_torch.RouterSpec(K)),
     "moe of a choice": lambda: moe(moe_torch.TopK(ids(), ones(T, K, dtype=torch.float32))),
 }
@@ -99,6 +143,28 @@ def described(found: Any) -> list[tuple[tuple[int, ...], Any]]:
         return [(tuple(found.shape), found.dtype)]
     parts = found if isinstance(found, tuple) else vars(found).values()
     return [one for part in parts if isinstance(part, torch.Tensor) for one in described(part)]
+
+
+class Called(TorchDispatchMode):
+    """The names of our operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removeprefix("moebius::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_operator_with_results_is_among_them() -> None:
+    """Products are in opcheck's tests, and calls that read or store at peers' addresses in those of peers."""
+    known = [one for module in (exchange, routes, stages) for one in vars(module).values() if type(one) is Operator]
+    with running_on("reference"), torch.no_grad(), FakeTensorMode(), Called() as called:
+        for call in CALLS.values():
+            call()
+    missing = {one.name for one in known if one.signature.returns != 0} - called.names
+    assert missing == {"matmul_ogs", "matmul_ogs_quantized", "combine_pull_weights", "push_tokens_once"}
 
 
 @pytest.mark.parametrize("name", CALLS)
