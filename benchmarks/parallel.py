@@ -239,7 +239,7 @@ def run(options: Options, rows: Iterator[Any]) -> dict[str, Any]:
     start = time.monotonic()
     for row in rows:
         row["seconds"] = time.monotonic() - start - sum(other["seconds"] for other in record["rows"])
-        if on_gpus and "error" not in row and row["what"] == "forward":
+        if on_gpus and "error" not in row:
             row["predicted_us"] = predicted(row, options.setting.ranks, H200)
         record["rows"].append(row)
         figure = row.get("error") or f"{row['us']:.0f} us, one GPU {row['alone_us']:.0f}"

@@ -75,8 +75,11 @@ def layer_of(shape: Shape, experts: int | None = None) -> MoELayerSpec:
 
 
 def predicted(row: dict[str, Any], ranks: int, machine: Any) -> float:
-    """Microseconds of a forward. One device's times, of all experts and of a rank's, are the row's."""
+    """Microseconds of a row. One device's times, of all experts and of a rank's, are the row's."""
     layer = layer_of(ALL_SHAPES[row["shape"]], row["experts"])
     spec = ExchangeSpec(rows=row["rows"], **EXCHANGES[row["mode"]])
-    of_layer = dataclasses.replace(machine_of(machine), products=(row["alone_us"], row["experts_us"]))
-    return predict(layer, row["tokens"], ranks, of_layer, spec).us
+    training = row["what"] == "training"
+    # The model takes a step's products as those of three forwards.
+    products = tuple(row[name] / (3 if training else 1) for name in ("alone_us", "experts_us"))
+    of_layer = dataclasses.replace(machine_of(machine), products=products)
+    return predict(layer, row["tokens"], ranks, of_layer, spec, training=training).us

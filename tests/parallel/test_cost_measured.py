@@ -99,6 +99,15 @@ def test_our_records_of_four_gpus() -> None:
     assert few and min(few) > 0.39 and max(few) < 1.06
 
 
+def test_training_steps_are_predicted_from_their_own_products() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.parallel_cell import predicted
+
+    record = json.loads((ROOT / "benchmarks/results/parallel-training-again-4-h200.json").read_text())
+    (row,) = (row for row in record["rows"] if row["mode"] == "peer" and "error" not in row)
+    assert 0.95 < predicted(row, 4, H200) / row["us"] < 1.0
+
+
 def test_group_limits() -> None:
     """Four experts in two groups, one group is chosen with both experts: half of the ranks and hosts are visited."""
     found = even_traffic(grouped(2, 1, MoELayerSpec(64, 32, 4, 2)), 4, 1.0, 2)
