@@ -54,8 +54,7 @@ from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
 from moe_torch.parallel.peer import again
-from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import require_room
+from moe_torch.parallel.route import ExchangeCall, require_room
 from moe_torch.parallel.tensor import Brought, bias_once, counts_of
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 
+from moe_core.errors import InvalidInput
 from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement
 from moe_core.parallel.header import Header
 from moe_torch.parallel.calls.known import Steps
@@ -65,6 +66,16 @@ def tell_failure(ranks: Ranks, spec: ExchangeSpec, placement: Placement, device:
     ranks.all_to_all(numbers(ranks.size, len(Header._fields) + spec.counts(placement.per_rank)), "header")
     if spec.receive is not None:
         ranks.all_to_all(numbers(ranks.size, 2), "rows that fit")
+
+
+def require_room(plan: ExchangePlan, overflow: int) -> None:
+    """Raise if rows of any rank did not fit and `on_overflow="error"`: on all ranks, as all know the number."""
+    if overflow and plan.spec.on_overflow == "error":
+        bound = "as many rows as distinct ids need" if plan.spec.receive is None else plan.spec.receive
+        raise InvalidInput(
+            f"exchange.receive must be enough for every rank, got {bound} and {overflow} rows more; raise it, or pass "
+            "on_overflow='nan' or 'drop'"
+        )
 
 
 class TotalOptions(TypedDict, total=False):

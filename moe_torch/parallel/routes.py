@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from moe_core.errors import InvalidInput
 from moe_core.ops.exchange.operands import SendOperands
 from moe_core.parallel import ExchangePlan
 from moe_core.parallel.exchange import first_rows
@@ -27,7 +26,7 @@ from moe_torch.operators.stages import REDUCE
 from moe_torch.parallel.calls.known import repeated
 from moe_torch.parallel.exchange import constants, placement_tables, rows_that_fit
 from moe_torch.parallel.group import Arriving, Ranks, Way, read_by_host
-from moe_torch.parallel.route import ExchangeCall, Gradients, Planner, Total
+from moe_torch.parallel.route import ExchangeCall, Gradients, Planner, Total, require_room
 
 _HEADER = len(Header._fields)
 #: Key of the numbers of a call: rows that came, an owner's rows, all ranks' tokens.
@@ -49,7 +48,7 @@ class CollectiveRoutes:
     send int32: slots of rows that go out, -1: none or behind those. None: every token goes to every rank. slots int32
     `[R]`: the slots of received rows, K each, of the owner's rows. None: received rows are slots. at_home: how rows
     that come home are added. spoilt bool `[T]` or None: tokens that become NaN, because a slot did not fit or ranks
-    disagree. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
+    disagree. excess: makes overflow. tokens_per_expert int32 `[E]` and invalid_ids int32 `[1]`: of this rank.
     """
 
     call: ExchangeCall
@@ -61,12 +60,17 @@ class CollectiveRoutes:
     weights: torch.Tensor
     at_home: RaggedLayout
     spoilt: torch.Tensor | None
-    overflow: torch.Tensor
+    excess: Callable[[], torch.Tensor]
     group_tokens: int
     tokens_per_expert: torch.Tensor
     invalid_ids: torch.Tensor
 
     stores: ClassVar[bool] = False
+
+    @functools.cached_property
+    def overflow(self) -> torch.Tensor:
+        """Made where it is first read, behind the products: no kernel waits for it."""
+        return self.excess()
 
     @property
     def ranks(self) -> Ranks:
@@ -81,13 +85,14 @@ class CollectiveRoutes:
             start = self.ranks.start_all_gather(values, what)
         else:
             slots = self.send if self.out.sent is None else self.send[: rounded(sum(self.out.sent))]
-            start = self.ranks.start_all_to_all(take_slots(values, slots, self.plan.top_k), what, self.out)
+            values = take_slots(values, slots, self.plan.top_k, self.call.steps)
+            start = self.ranks.start_all_to_all(values, what, self.out)
         return functools.partial(self.arrived, start)
 
     def arrived(self, arriving: Arriving) -> torch.Tensor:
         """Wait for rows that `start_push` or a planner sent; `[R, D]`."""
         came = arriving().flatten(0, 1) if self.send is None else arriving()
-        return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k)
+        return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k, self.call.steps)
 
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return self.start_push(ids[:, None].float(), "adapter ids")().view(-1).int()  # fp32, as rows are
@@ -123,9 +128,10 @@ class CollectiveRoutes:
         return Gradients(d_x, by_slot)
 
 
-def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1) -> torch.Tensor:
-    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0."""
-    return operators.TAKE_ROWS.call(x=rows, slot_of_row=slots, table=None, each=each)
+def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1, steps: Any = None) -> torch.Tensor:
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. steps: of a like call."""
+    key, given = ("taken", rows.shape, len(slots)), {"x": rows, "slot_of_row": slots, "table": None, "each": each}
+    return repeated(steps, key, operators.TAKE_ROWS, **given)
 
 
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:
@@ -326,8 +332,8 @@ class Counted(_Planner):
             *owner, came_rows = self._unpacked(leaving(), on_device, here, group_tokens)
         returned = min(self._room(back), self.num_tokens * self.top_k)
         ways = out, Way(here, back, returned)
-        overflow = torch.full((1,), excess, dtype=torch.int32, device=on_device.device)
-        routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, overflow=overflow, group_tokens=group_tokens)
+        overflow = functools.partial(torch.full, (1,), excess, dtype=torch.int32, device=on_device.device)
+        routes = self.routes(tables, ways, owner, returned, spoilt=spoilt, excess=overflow, group_tokens=group_tokens)
         if leaving is not None:
             self.arriving = functools.partial(routes.arrived, leaving) if came_rows is None else lambda: came_rows
         return routes
@@ -366,16 +372,6 @@ class Counted(_Planner):
         return self._owner(counts, here, numbers, values)
 
 
-def require_room(plan: ExchangePlan, overflow: int) -> None:
-    """Raise if rows of any rank did not fit and `on_overflow="error"`: on all ranks, as all know the number."""
-    if overflow and plan.spec.on_overflow == "error":
-        bound = "as many rows as distinct ids need" if plan.spec.receive is None else plan.spec.receive
-        raise InvalidInput(
-            f"exchange.receive must be enough for every rank, got {bound} and {overflow} rows more; raise it, or pass "
-            "on_overflow='nan' or 'drop'"
-        )
-
-
 class Blocks(_Planner):
     """Routes of blocks of one size between every two ranks. The host reads nothing."""
 
@@ -389,8 +385,10 @@ class Blocks(_Planner):
         gathers = spec.mode == "all_gather"
         came = (ranks.all_gather if gathers else ranks.all_to_all)(tables.message, label)
         lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
-        back = ranks.size * spec.back_rows
+        back, group, ways = ranks.size * spec.back_rows, ranks.size * self.num_tokens, (Way(), Way())
         *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)
-        counted = ranks.total(torch.sum(tables.counted, 0, keepdim=True, dtype=torch.int32), "overflow")
-        ways, group = (Way(), Way()), ranks.size * self.num_tokens
-        return self.routes(tables, ways, owner, back, spoilt=spoilt, overflow=counted, group_tokens=group)
+        counted = functools.partial(torch.sum, tables.counted, 0, keepdim=True, dtype=torch.int32)
+        return self.routes(
+            tables, ways, owner, back, spoilt=spoilt, group_tokens=group,
+            excess=lambda: ranks.total(counted(), "overflow"),
+        )  # fmt: skip

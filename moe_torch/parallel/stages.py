@@ -21,8 +21,7 @@ from moe_torch.parallel.function import dispatch as dispatched
 from moe_torch.parallel.function import uses_of
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.owner import owner_spec
-from moe_torch.parallel.route import ExchangeCall
-from moe_torch.parallel.routes import require_room
+from moe_torch.parallel.route import ExchangeCall, require_room
 
 
 @dataclass(frozen=True)
