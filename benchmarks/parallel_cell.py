@@ -24,7 +24,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Who measures. device: cuda or cpu. seconds: of every median. limit: after which ranks hang."""
+    """Who measures. device: cuda, cpu, or shared, GPU 0 of all ranks, which then talk over gloo. seconds: of every
+    median. limit: after which ranks hang."""
 
     ranks: int
     device: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,16 @@ def joined(setting: Setting, local_rank: int, **where: Any) -> Iterator[Bench]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=limit, device_id=device, **where)
+    elif setting.device == "shared":
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        dist.init_process_group("gloo", timeout=limit, **where)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=limit, **where)
-    with contextlib.nullcontext() if setting.device == "cuda" else moe_torch.cpu_engine("reference"):
+    with moe_torch.cpu_engine("reference") if setting.device == "cpu" else contextlib.nullcontext():
         yield Bench(device, setting.seed, setting.seconds)
 
 

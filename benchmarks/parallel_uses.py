@@ -356,7 +356,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--checkpoint", type=Path, help="folder of `training` and `resumed`")
     parser.add_argument("--cell-seconds", type=float, default=0.05, help="of each median (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds until ranks hang (default: %(default)s)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    kinds = ("cuda", "shared", "cpu")
+    parser.add_argument("--device", default="cuda", choices=kinds, help="shared: GPU 0 for all ranks; bits, no times")
     parser.add_argument("--output", type=Path)
     found = parser.parse_args(arguments)
     if not dist.is_torchelastic_launched():
@@ -379,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in PARTS_BY_NAME[part](uses):
                 bad += not row["equal"]
                 if bench.rank == 0:
-                    add(options.output, {"part": part, "ranks": bench.size} | row)
+                    add(options.output, {"part": part, "ranks": bench.size, "device": options.device} | row)
         dist.destroy_process_group()
     return int(bad > 0)
 

@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
-
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.specs.tuning import Tuning
 from moe_torch.modular import FusedMoEQuantConfig
@@ -26,13 +24,13 @@ from tests.support.modular.ranks import (
     tuning_of_rank,
 )
 from tests.support.parallel.placements import placement_of
-from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.pool import Pool, ranks, ranks_with_gpus
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 from tests.support.torch import REAL_KERNELS
 
 __all__ = ["ranks"]
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks_with_gpus()
 WAYS = (
     ExchangeSpec("all_to_all"),
     ExchangeSpec("all_to_all", "slots"),

@@ -17,6 +17,21 @@ MOST_RANKS = 4
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
 #: Seconds until a call of the ranks counts as hanging, and until gloo gives up. Ranks on GPUs compile kernels first.
 TIMEOUT, GLOO_TIMEOUT, GPU_TIMEOUT = 60, 40, 120
+#: Ranks that share the first GPU, over gloo in place of NCCL: for bits of compiled kernels where there is but one GPU.
+SHARING = int(os.environ.get("MOEBIUS_RANKS_ON_A_GPU", "0"))
+
+
+def require_captured(mode: str) -> None:
+    """Skip a test of CUDA graphs whose messages are gloo's, which no graph has."""
+    if SHARING and mode != "peer":
+        pytest.skip("gloo's messages are no part of a CUDA graph")
+
+
+def ranks_with_gpus() -> int:
+    """How many ranks of "nccl" this machine has GPUs for, or are to share one."""
+    import torch
+
+    return SHARING or torch.cuda.device_count()
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any, backend: str, timeout: float) -> None:
@@ -27,7 +42,11 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any, backend: str, timeout: 
 
     torch.set_num_threads(1)
     options: Any = {"timeout": datetime.timedelta(seconds=timeout)}
-    if backend == "nccl":
+    if backend == "nccl" and SHARING:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(0)
+        backend = "gloo"
+    elif backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, **options)
     groups = {size: dist.new_group(list(range(size)), **options) for size in range(1, ranks + 1)}

@@ -56,7 +56,8 @@ def parallel_of(group: Any, way: ExchangeSpec, problem: Problem) -> ExpertParall
 def mesh_of_hosts(hosts: int) -> DeviceMesh:
     """All ranks on so many hosts, as which they pretend to be."""
     ranks = torch.arange(torch.distributed.get_world_size()).view(hosts, -1)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("host", "local"))
+    kind = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    return DeviceMesh(kind, ranks, mesh_dim_names=("host", "local"))
 
 
 def rounded_to_fp8(x: np.ndarray) -> np.ndarray:

@@ -24,13 +24,13 @@ from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, Rebalancer, exchange, moe, parallelize
 from tests.support.parallel.memory import Allocated, allocated, planned_peak
 from tests.support.parallel.placements import placement_of
-from tests.support.parallel.pool import Pool
+from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
 from tests.support.parallel.torch import compare_with_one_device, parallel_of, rounded_to_fp8, run_group
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
 from tests.support.parallel.ways import PEER, STATIC, TORCH_WAYS, WAYS, every_torch_way, over
 from tests.support.torch import to_torch
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks_with_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
 
@@ -113,6 +113,7 @@ def replay(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[np.nd
 
 @over((*STATIC, *PEER, dataclasses.replace(PEER[1], chunks=3)))
 def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
+    require_captured(way.mode)
     problems = [problem_of(gpus, seed, 48) for seed in range(3)]
     problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]
     found = gpus.call(replay, [(problems, way)] * len(gpus.processes))
@@ -188,6 +189,7 @@ def tokens_of(step: int, size: int) -> torch.Tensor:
 
 @over(STATIC)
 def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -> None:
+    require_captured(way.mode)
     size = len(gpus.processes)
     found = gpus.call(replay_between_moves, [(way,)] * size)
     layer = served(0, 7)
@@ -202,6 +204,13 @@ def test_a_graph_stays_valid_while_experts_move(gpus: Pool, way: ExchangeSpec) -
         assert moved == found[0][1] and moved[1] > 0 and moved[5] > 0
         # All moved experts of the largest array, sent and received, and small things.
         assert peak <= 2 * 17 * 2 * 192 * 256 * 2 + 2**20
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+def test_two_hosts_of_two_ranks(gpus: Pool) -> None:
+    for seed, tokens in ((0, 64), (1, 700), (2, 1)):
+        problem = problem_of(gpus, seed, tokens)
+        compare_with_one_device(gpus, problem, ExchangeSpec(hosts=2), f"{tokens} tokens", engine="cuda")
 
 
 def test_chunks_and_quantised_rows(gpus: Pool) -> None:

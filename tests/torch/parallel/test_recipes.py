@@ -22,14 +22,14 @@ from moe_torch import MoE
 from moe_torch.bridge.private import SUBCLASSES_OF_DTENSOR
 from moe_torch.layers.listed import norms_of
 from moe_torch.parallel import ExchangeSpec, ExpertParallel, Placement, clip_grad_norm_, ignore_experts, parallelize
-from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.pool import Pool, ranks, ranks_with_gpus
 from tests.support.parallel.torch import mesh_of
 from tests.support.torch import running_on
 
 __all__ = ["ranks"]
 
 D, F, E, K, T = 16, 16, 5, 2, 6
-GPUS = min(torch.cuda.device_count(), 4)
+GPUS = min(ranks_with_gpus(), 4)
 Arrays = dict[str, np.ndarray]
 
 

@@ -19,14 +19,14 @@ from moe_torch.parallel import ExpertParallel, moe
 from tests.support.parallel.grid import Grid, require_close
 from tests.support.parallel.memory import Allocated, allocated
 from tests.support.parallel.placements import placement_of
-from tests.support.parallel.pool import Pool
+from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
 from tests.support.parallel.tensor import axes, run_grid
 from tests.support.parallel.torch import run_alone
 from tests.support.parallel.twins import PLAIN, draw_problem
 from tests.support.parallel.ways import PEER, STATIC, WAYS, every_torch_way, over
 from tests.support.torch import to_torch
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks_with_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 #: Ranks of experts, on as many GPUs as there are.
 ROWS = 2 if GPUS >= 4 else 1
@@ -105,6 +105,7 @@ def replay(group: Any, grids: list[Grid], way: ExchangeSpec) -> list[tuple[np.nd
 @over((*STATIC, *PEER))
 @pytest.mark.parametrize("kind", ["split", "replicated"])
 def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec, kind: str) -> None:
+    require_captured(way.mode)
     grids = [grid_of(seed, 48, "bfloat16", kind) for seed in range(3)]
     grids = [
         dataclasses.replace(grid, problem=dataclasses.replace(grid.problem, experts=grids[0].problem.experts))

@@ -20,10 +20,10 @@ from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_core.specs.routing import RouterSpec
 from moe_torch.parallel import ExpertParallel, moe
 from moe_torch.parallel.peer import chunks, streams
-from tests.support.parallel.pool import Pool
+from tests.support.parallel.pool import Pool, ranks_with_gpus
 from tests.support.parallel.ways import PEER, over
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks_with_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 D, F, LOCAL, LAYERS, STEPS = 512, 384, 4, 3, 8
 
