@@ -30,6 +30,7 @@ from benchmarks import (
     modular,
     options,
     parallel,
+    parallel_host,
     parallel_killed,
     quantized,
     rounding,
@@ -257,6 +258,19 @@ def run_parallel_killed(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tupl
     assert row["wrong"] == 0 and row["ranks_left"] == 1 and "Connection" in row["error"], row
     assert 0 < row["noticed_s"] < row["reformed_s"] < row["next_s"]
     assert not [name for name in row if f"`{name}`" not in README]
+    return [], ""
+
+
+def run_parallel_host(patch: pytest.MonkeyPatch, output: pathlib.Path) -> tuple[list[Any], str]:
+    given = ["--device", "cpu", "--tokens", "3", "--modes", "peer", "--turns", "2", "--output", str(output)]
+    assert parallel_host.main(given) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["none", "peer"] and all(len(row["host_us"]) == 3 for row in rows)
+    # The device waits 2 for the first kernel, the second begins early, and 3 pass before a copy.
+    spans = [(0, 5, "spin"), (7, 4, "a"), (9, 3, "b"), (15, 1, "copy")]
+    found = parallel_host.idle_of([(start + 100 * call, *rest) for call in range(4) for start, *rest in spans])
+    assert found == {"idle_us": 5, "busy_us": 6, "launches": 3}
+    assert not [name for name in {*rows[0], *found} if f"`{name}`" not in README]
     return [], ""
 
 
