@@ -33,7 +33,7 @@ class Tree:
         self.folder = folder
         wanted = [path for top in FOLDERS for path in (ROOT / top).rglob("*") if path.is_file()]
         names = {path.relative_to(ROOT) for path in wanted if "__pycache__" not in path.parts}
-        names |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.suffix in (".toml", ".md")}
+        names |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.is_file() and path.name[0] != "."}
         for name in names:
             self.restore(name)
         for name in CACHES:
