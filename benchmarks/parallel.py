@@ -153,7 +153,7 @@ class Group:
     def __init__(self, setting: Setting, target: Callable[..., None] = serve) -> None:
         self._folder = tempfile.TemporaryDirectory()
         # A GPU's driver survives no fork.
-        context: Any = multiprocessing.get_context("spawn" if setting.device == "cuda" else "forkserver")
+        context: Any = multiprocessing.get_context("forkserver" if setting.device == "cpu" else "spawn")
         if setting.device == "cpu":
             context.set_forkserver_preload([target.__module__])
         store = str(Path(self._folder.name) / "store")

@@ -3,7 +3,8 @@
     python -m benchmarks.parallel_killed [--modes all_to_all,padded] [--device cpu] [--output RECORD]
 
 NCCL would wait until the group's timeout, so a thread of each rank aborts messages that take too long. Then `reform`
-makes layers of the ranks that are left. See benchmarks/README.md.
+makes layers of the ranks that are left. With --device shared both ranks have GPU 0 and talk over gloo, for bits where
+there is one GPU. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -121,9 +122,10 @@ def measure(mode: str, device: str) -> dict[str, Any]:
 def main() -> int:
     """Run and print. Returns 1 if a rank does not go on, or has other bits than one device."""
     parser = command(__doc__, modes=["all_to_all", "padded"])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "shared", "cpu"))
     options = parser.parse_args()
     record: dict[str, Any] = {"provenance": provenance("benchmarks.parallel_killed"), "ranks": 2, "rows": []}
+    record["device"] = options.device
     for mode in options.modes.split(","):
         record["rows"].append(measure(mode, options.device))
         print(record["rows"][-1], flush=True)
