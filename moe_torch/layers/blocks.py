@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,13 @@ from moe_torch.bridge.arrays import align, package_of
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break
 from moe_torch.layers.block_names import BlockArray, keep_names
+
+_ACTIVATIONS: dict[str, Any] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu2": lambda x: x.relu().square(),
+}
 
 
 class _Recorded:
@@ -132,6 +140,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         # The model has them outside of its block.
         spec = dataclasses.replace(spec, shared_experts=None)
     known = [name for alternatives in names.values() for name in alternatives]
+    _require_as_made(block, experts, architecture, settings.settings, spec)
     unknown, missing = [name for name in values if name not in known], [name for name in known if name not in values]
     if unknown:
         shared = architecture.family.shared
@@ -167,6 +176,46 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
     copied = tuple(name for name, (_, is_copy) in stored.items() if is_copy)
     takes_ids = bool(architecture.tables) and not spec.token_table
     return BlockWeights(spec, tensors, copied, arrays, takes_ids, architecture.input_noise)
+
+
+def _require_as_made(
+    block: Any, experts: Any, architecture: Architecture, settings: Mapping[str, Any], spec: MoELayerSpec
+) -> None:
+    """Refuse a block that no longer computes what its config says. Sizes are checked by the tensors' shapes."""
+    naming, kind = architecture.naming, type(block).__name__
+    router = naming.router[0].partition(".")[0]
+    parts = {router: getattr(block, router, None), "experts": experts} | ({"block": block} if naming.blocks[0] else {})
+    wanted = {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}
+    wanted |= {"top_k": spec.top_k} | ({"num_group": wanted["n_group"]} if "n_group" in wanted else {})
+    wanted = {name: one for name, one in wanted.items() if name[:11] != "num_experts" and not name.endswith("_size")}
+    for path, part in parts.items():
+        if part is None:
+            continue
+        if _is_changed(part):
+            raise Unsupported(
+                f"{path} of {kind} must run its class's own forward without hooks, got another, which the layer would "
+                "not follow; undo it, or keep the block and run its experts by moe_torch.transformers.use(model)"
+            )
+        for name, value in vars(part).items():
+            if name in wanted and value != wanted[name]:
+                raise InvalidInput(
+                    f"{path}.{name} of {kind} must be {wanted[name]} by its config, got {value}; give both one value"
+                )
+    function, rows = getattr(experts, "act_fn", None), torch.linspace(-3, 3, 9, device="cpu")
+    known = _ACTIVATIONS.get(spec.experts.activation.name)
+    if function is not None and known is not None and not torch.allclose(function(rows), known(rows), atol=1e-3):
+        raise InvalidInput(
+            f"experts.act_fn of {kind} must be {spec.experts.activation.name} by its config, got {function}; pass the "
+            "config that the block was made with"
+        )
+
+
+def _is_changed(part: torch.nn.Module) -> bool:
+    """Return True if a forward or hook that is not transformers' stands before a part of one of its blocks."""
+    kinds = [kind.__module__.startswith("transformers.") for kind in type(part).__mro__ if "forward" in vars(kind)]
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    own = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+    return "forward" in vars(part) or own or (not kinds[0] and any(kinds))
 
 
 def act_as_block(layer: Any, weights: BlockWeights) -> None:

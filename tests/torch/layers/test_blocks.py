@@ -181,6 +181,36 @@ def test_another_familys_config_is_refused() -> None:
         MoE.from_block(block_of("mixtral"), models.build("deepseek_v3").config)
 
 
+def test_a_block_that_no_longer_is_its_config_is_refused() -> None:
+    """Settings, activation and code that were changed after the block was made."""
+    changes: dict[str, Any] = {
+        r"gate\.top_k of .* must be 3 by its config, got 2; give": lambda block: setattr(block.gate, "top_k", 2),
+        r"gate\.num_group of .* got 2;": lambda block: setattr(block.gate, "num_group", 2),
+        r"routed_scaling_factor of .* got 7": lambda block: setattr(
+            block if hasattr(block, "routed_scaling_factor") else block.gate, "routed_scaling_factor", 7
+        ),
+        r"experts\.act_fn of .* must be silu .* got ReLU": lambda block: setattr(
+            block.experts, "act_fn", torch.nn.ReLU()
+        ),
+        r"block of .* must run its class's own forward": lambda block: setattr(block, "forward", lambda x: x),
+        r"gate of .* must run its class's own forward without hooks": lambda block: block.gate.register_forward_hook(
+            lambda module, inputs, output: None
+        ),
+        r"block of Mine must run its class's own": lambda block: setattr(
+            block, "__class__", type("Mine", (type(block),), {"forward": lambda block, x: x})
+        ),
+    }
+    for message, change in changes.items():
+        block = copy.deepcopy(block_of("deepseek_v3"))
+        change(block)
+        with pytest.raises((InvalidInput, Unsupported), match=message):
+            MoE.from_block(block)
+    model = models.build("qwen3_moe")
+    model.config.num_experts_per_tok += 1
+    with pytest.raises(InvalidInput, match=r"gate\.top_k of Qwen3MoeSparseMoeBlock must be 4 by its config, got 3"):
+        MoE.from_block(model.model.layers[0].mlp, model.config)
+
+
 @on_engines
 def test_ids_from_a_table(engine: str) -> None:
     """DeepSeek-V4's first layers look up the experts of each token; the model gives the ids to all of its blocks."""
