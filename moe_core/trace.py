@@ -176,11 +176,11 @@ class RoutingTrace:
             numbers = range(min(len(sizes), 1 + len(file.entries)))
             stored = _ARRAYS[:1] if metadata.get("arrays") == _ARRAYS[0] else _ARRAYS
             names = [[f"layers.{number}.{name}" for name in stored] for number in numbers]
-            missing = {name for pair in names for name in pair} - set(file.entries)
-            if missing or not sizes:
+            known, held = {name for pair in names for name in pair}, set(file.entries)
+            if known != held or not sizes:
                 raise InvalidInput(
-                    f"{path} must hold a whole routing trace, got {len(sizes)} layers and no {sorted(missing)[:4]}; "
-                    "save it again"
+                    f"{path} must hold a whole routing trace and nothing else, got {len(sizes)} layers and no "
+                    f"{sorted(known - held)[:4]}, but {sorted(held - known)[:4]}; save it again"
                 )
             arrays = [[file.get_tensor(name) for name in names_of_layer] for names_of_layer in names]
         return cls(tuple(_layer(of_layer, size) for of_layer, size in zip(arrays, sizes, strict=True)))

@@ -152,6 +152,9 @@ def test_wrong_files_are_refused(tmp_path: pathlib.Path) -> None:
         numpy_files.save_file(arrays, path, metadata)
         with pytest.raises(InvalidInput, match=message):
             RoutingTrace.load(path)
+    numpy_files.save_file(arrays | {"layers.1.ids": arrays["layers.0.ids"]}, path, ours | {"num_experts": "[6]"})
+    with pytest.raises(InvalidInput, match=r"and nothing else, got 1 layers .* but \['layers.1.ids'\]; save"):
+        RoutingTrace.load(path)
     numpy_files.save_file({}, path, ours | {"num_experts": "[6]"})
     with pytest.raises(InvalidInput, match=r"got 1 layers and no \['layers.0.ids', 'layers.0.weights'\]"):
         RoutingTrace.load(path)
