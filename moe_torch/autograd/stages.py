@@ -147,7 +147,7 @@ class _GroupedMM(Rule):
             left, right = (x, d_y) if spec.weight_layout == "in_out" else (d_y, x)
             made["weight"] = GROUPED_CONTRACTION.call(left=left, right=right, offs=offs, out_dtype=None)
         if "bias" in asked:
-            ones, dtype = d_y.new_ones(len(d_y), 1), DTYPE_NAMES[bias.dtype]
+            ones, dtype = d_y.new_ones(d_y.shape[0], 1), DTYPE_NAMES[bias.dtype]
             sums = GROUPED_CONTRACTION.call(left=ones, right=d_y, offs=offs, out_dtype=dtype)
             made["bias"] = sums.squeeze(1)
         return made

@@ -48,5 +48,5 @@ class OutputParameters(ParameterGroup):
 def added(rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. Its gradient has the router's order of sums."""
     bias = at_least_float32(bias)
-    zeros = bias.new_zeros(len(rows), 1), bias.new_zeros(1, len(bias))
+    zeros = bias.new_zeros(rows.shape[0], 1), bias.new_zeros(1, bias.shape[0])
     return (at_least_float32(rows) + ops.router(*zeros, bias=bias)).to(rows.dtype)

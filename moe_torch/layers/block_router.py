@@ -38,7 +38,7 @@ class BlockRouter:
         # Some blocks hold the correction bias, and pass it.
         beside = [part for name, part in parts if not name.startswith(self.prefix)]
         result = torch.func.functional_call(self.module, inside, (rows, *beside))
-        shape = (len(rows), layer.spec.top_k)
+        shape = (rows.shape[0], layer.spec.top_k)
         for one in result if isinstance(result, tuple) else ():
             if isinstance(one, torch.Tensor) and one.shape == shape and one.dtype == torch.int64:
                 return one

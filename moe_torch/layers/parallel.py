@@ -133,7 +133,7 @@ class LayerExchange:
         self, ids: torch.Tensor, place: torch.Tensor, group_sizes: torch.Tensor, ratio: tuple[int, int]
     ) -> torch.Tensor:
         """bool `[T * K]`: an expert's first slots of all ranks' tokens. place: the slot's number in this rank's."""
-        tokens = torch.full((1,), len(ids), dtype=torch.int32, device=ids.device)
+        tokens = torch.full((1,), ids.shape[0], dtype=torch.int32, device=ids.device)
         told, number = self._counts_of_all(torch.cat([tokens, group_sizes]))
         before = told[:number, 1:].sum(dim=0)
         capacity = -(-told[:, 0].sum() * ratio[0] // ratio[1])
@@ -320,7 +320,7 @@ def group_losses(
     """
     require_instance("parallel", parallel, ExpertParallel)
     logits, counts = aux.logits, aux.tokens_per_expert
-    tokens = torch.full((1,), len(logits), dtype=torch.int32, device=logits.device)
+    tokens = torch.full((1,), logits.shape[0], dtype=torch.int32, device=logits.device)
     if token_mask is not None:
         tokens = token_mask.sum().to(torch.int32).view(1)
     ranks, tensor = parallel.ranks("losses"), parallel.tensor_ranks("losses")

@@ -59,7 +59,7 @@ def run_stages(
     low_rank = low_rank or LowRank()
     # float64 checks gradients.
     if norm is None and x.dtype != torch.float64:
-        ids = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+        ids = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
         return ops.moe(x, weights, routing, spec, lora=low_rank.factors(x.device), adapter_ids=ids).output
     num_experts = weights.down.shape[0]
     ids, row_weights = routed(routing.ids, routing.weights, num_experts)

@@ -17,11 +17,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_torch
 from moe_core.errors import InvalidInput
-from moe_core.layers import LayerWeights, MoELayerSpec, convert_weights
+from moe_core.layers import LayerWeights, MoELayerSpec, OutputSpec, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference_backward import router_losses, router_losses_backward
 from moe_core.parity.tolerance import Tolerance, assert_close
 from moe_core.runtime.prepared import HostPrepared
+from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import TopK
 from moe_core.specs.routing import RouterSpec
 from moe_torch import MoE
@@ -250,6 +251,9 @@ COMPILED = {
     "plain": MoELayerSpec(D, F, E, K),
     "everything": EVERYTHING,
     "limited": dataclasses.replace(EVERYTHING, capacity_factor=1.25),
+    "around": dataclasses.replace(
+        EVERYTHING, router_norm=NormSpec(), expert_scale=True, output=OutputSpec(NormSpec(), bias=True)
+    ),
 }
 
 
