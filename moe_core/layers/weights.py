@@ -316,5 +316,5 @@ def _require_names(what: str, given: list[str], wanted: list[str]) -> None:
 def warn_left_out(**parts: Any) -> None:
     """Name what a layer has and its `LayerWeights` do not hold: parts that are not empty."""
     if names := ", ".join(name if value is True else f"{name}={value}" for name, value in parts.items() if value):
-        text = f"export_weights leaves out {names}; give it to the new layer (adapters by export and load)"
+        text = f"export_weights leaves out {names}; give it to the new layer (adapters by export and load, or merged)"
         warnings.warn(text, stacklevel=3)

@@ -35,6 +35,7 @@ from moe_torch.layers.parameters import (
     has_own_call,
     is_gathered,
     own_part,
+    unmerged,
 )
 from moe_torch.layers.plans import PlannedLayer
 from moe_torch.layers.routing import given_ids, like_x, mask_of_tokens, run_stages
@@ -388,6 +389,8 @@ class MoE(PlannedLayer):
 
     def export_weights(self) -> LayerWeights:
         """Return canonical weights in the layer's storage, with shared memory on a CPU. A collective if sharded."""
-        warn_left_out(lora=bool(self.lora), input_noise=self.input_noise, block_router="block_router" in vars(self))
+        peft = {f"PEFT's adapters of {name}": unmerged(self._modules[name]) for name in self._part_names}
+        own = {"lora": bool(self.lora), "block_router": "block_router" in vars(self)}
+        warn_left_out(**own, input_noise=self.input_noise, **peft)
         arrays = {name: gathered(name, one) for name, one in (self._tensors() | self.restored_tensors()).items()}
         return LayerWeights.from_named(arrays, self.spec, HUGGING_FACE)

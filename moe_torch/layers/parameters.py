@@ -199,7 +199,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         if scale is None:
             return weights
         scale = at_least_float32(scale)
-        rows = ops.router(scale.new_zeros(len(ids), 1), scale.new_zeros(1, len(scale)), bias=scale)
+        rows = ops.router(scale.new_zeros(ids.shape[0], 1), scale.new_zeros(1, scale.shape[0]), bias=scale)
         return weights * rows.gather(1, ids.clamp(min=0).long())
 
 
@@ -318,6 +318,10 @@ def is_gathered(part: Any) -> bool:
 
 
 def own_part(part: Any, name: str) -> Any:
+    """The layer's module in a wrapper: of PEFT's `modules_to_save`, the copy that its call runs."""
+    copies = getattr(part, "modules_to_save", None)
+    if copies is not None and not part.disable_adapters:
+        part = next((copies[name] for name in part.active_adapters[:1] if name in copies), part)
     for module in part.modules():
         if isinstance(module, ParameterGroup):
             return module
@@ -325,6 +329,12 @@ def own_part(part: Any, name: str) -> Any:
         f"layer.{name} must be the layer's own module or a wrapper that holds it, got {type(part).__name__}; wrap the "
         "module instead of replacing it"
     )
+
+
+def unmerged(part: torch.nn.Module) -> bool:
+    """Return True if adapters of PEFT change what the part's arrays give."""
+    tuned: list[Any] = [module for module in part.modules() if hasattr(module, "merged")]
+    return any(one.active_adapters and not (one.merged or one.disable_adapters) for one in tuned)
 
 
 class PrepackedExperts(torch.nn.Module):

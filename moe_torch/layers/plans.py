@@ -66,6 +66,9 @@ class PlannedLayer(PrepackedExperts):
                 if (one := self._modules.get(part)) is not None:
                     own_part(one, part).adapted = any(target.startswith(part.split("_")[0]) for target in targets)
 
+    def __delattr__(self, name: str) -> None:
+        setattr(self, name, None) if name == "lora" else super().__delattr__(name)
+
     def add_lora(self, lora: LoRA) -> LoRAParameters:
         """Give the layer adapters, as `layer.lora`, and freeze the layer's other parameters, as PEFT does.
 

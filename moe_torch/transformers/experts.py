@@ -77,7 +77,7 @@ def register() -> None:
 
 def has_interface(module: torch.nn.Module) -> bool:
     """True if transformers selects the module's forward by its config's experts_implementation."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    return {"has_gate", "is_transposed"} <= vars(module).keys()  # PEFT's wrappers have their module's attributes
 
 
 def align_weights(model: torch.nn.Module) -> int:

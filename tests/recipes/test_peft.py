@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_torch import ExpertsSpec, MoE, SharedExpertsSpec
+from moe_torch import ExpertsSpec, MoE, MoELayerSpec, NormSpec, RouterSpec, SharedExpertsSpec
 
 peft = pytest.importorskip("peft", reason="needs peft (pip install 'moebius[recipes]')")
 
@@ -125,3 +125,41 @@ def test_bfloat16_router_and_all_linear() -> None:
     y, aux = adapted.base_model.model.moe(x, return_aux=True)
     assert y.dtype == torch.bfloat16 and aux.weights.dtype == torch.float32
     assert adapted.base_model.model.moe.router(x).dtype == torch.float32
+
+
+def test_copies_that_peft_trains_whole(tmp_path: Path) -> None:
+    """`modules_to_save`: the copy counts in every part of the layer, in exports and after the merge."""
+    router, norm = RouterSpec(scoring="sigmoid"), NormSpec(1e-5)
+    spec = MoELayerSpec(D, F, E, K, router, correction_bias=True, router_norm=norm, expert_scale=True)
+    model, x = Model(), torch.randn(40, D, generator=torch.Generator().manual_seed(1))
+    model.moe, config = MoE.from_spec(spec), peft.LoraConfig(target_modules=["inner"], modules_to_save=["router"])
+    adapted = peft.get_peft_model(model, config)
+    moe = adapted.base_model.model.moe
+    copy = moe.router.modules_to_save["default"]
+    _, aux = moe(model.inner(x), return_aux=True)
+    moe.update_correction_bias(aux.tokens_per_expert, 5.0)
+    adapted(x).square().sum().backward()
+    assert all(bool(one.grad.any()) for one in copy.parameters()), "the scale of experts, too"
+    with torch.no_grad():
+        copy.expert_scale.mul_(torch.arange(1, E + 1))
+    y = adapted(x).detach()
+    torch.testing.assert_close(MoE.from_weights(moe.export_weights())(model.inner(x)), y)
+    with adapted.disable_adapter():
+        assert not torch.equal(adapted(x), y) and moe._parts()["router"] is moe.router.original_module
+    torch.testing.assert_close(adapted.merge_and_unload()(x), y)
+
+
+def test_an_export_names_adapters_that_it_leaves_out(recwarn: pytest.WarningsRecorder) -> None:
+    config = peft.LoraConfig(target_modules=["router"], target_parameters=["moe.experts.down"], init_lora_weights=False)
+    adapted = peft.get_peft_model(Model(), config)
+    moe = adapted.base_model.model.moe
+    with pytest.warns(UserWarning, match="leaves out PEFT's adapters of router, PEFT's adapters of experts; .* merged"):
+        moe.export_weights()
+    recwarn.clear()
+    adapted.merge_adapter()
+    x = torch.randn(5, D)
+    torch.testing.assert_close(MoE.from_weights(moe.export_weights())(x), moe(x))
+    adapted.unmerge_adapter()
+    with adapted.disable_adapter():
+        torch.testing.assert_close(MoE.from_weights(moe.export_weights())(x), moe(x))
+    assert not recwarn.list

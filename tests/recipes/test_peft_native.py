@@ -256,3 +256,17 @@ def test_refusals() -> None:
     model.base_model.model[0].experts.base_layer.exchange = object()
     with pytest.raises(Unsupported, match="experts on several ranks take no adapters of PEFT"):
         model.base_model.model[0].experts(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+
+
+def test_experts_that_peft_trains_whole() -> None:
+    """`modules_to_save` wraps them, and PEFT's wrapper has their attributes."""
+    model = peft.get_peft_model(
+        tiny("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"])
+    )
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "modules_to_save" in name:
+                one.mul_(2)
+    wanted = step(model)
+    assert len(use(model).modules) == 2 * model.config.num_hidden_layers
+    torch.testing.assert_close(step(model), wanted, rtol=1e-4, atol=1e-4)
