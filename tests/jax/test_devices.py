@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ import moe_jax
 from moe_core.layers import MoELayerSpec
 from moe_core.specs import MatmulSpec, RouterSpec
 from moe_jax import layers
-from moe_jax.bridge import placement, platforms
+from moe_jax.bridge import ending, placement, platforms
 from tests.support.jax import NUM_DEVICES, REAL_KERNELS, cpu_mesh, running_on, small_layer, to_jax
 from tests.support.paths import ROOT
 
@@ -126,6 +127,25 @@ def test_shard_map_runs_interpreted_kernels() -> None:
     with moe_jax.cpu_engine("interpreter"):
         scaled = jax.shard_map(moe_jax.scale_rows, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
         np.testing.assert_array_equal(np.asarray(jax.jit(scaled)(x, weights)), np.asarray(x * weights))
+
+
+def test_the_wait_at_exit_is_for_programs_whose_results_nobody_has() -> None:
+    ended: list[int] = []
+
+    def slow(x: Any) -> Any:
+        time.sleep(0.1)
+        ended.append(1)
+        return np.asarray(x)
+
+    def part(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(slow, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    call = jax.jit(jax.shard_map(part, mesh=cpu_mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    ending.wait_at_exit()
+    with running_on("reference"):
+        call(np.ones(NUM_DEVICES, np.float32))
+        ending._wait()
+    assert len(ended) == NUM_DEVICES
 
 
 def test_callbacks_on_four_devices_do_not_deadlock_nor_outlive_python() -> None:

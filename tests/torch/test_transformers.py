@@ -177,6 +177,17 @@ def test_every_layout_gate_and_bias(engine: str, kind: str) -> None:
         torch.testing.assert_close(actual, experts(*inputs), rtol=2e-5, atol=2e-5)
 
 
+def test_experts_of_a_transformers_without_norms_of_results() -> None:
+    """Before it had such experts, none had the flag."""
+    with running_on("reference"):
+        experts, inputs = build_experts("concatenated"), routed("cpu")
+        wanted = experts(*inputs)
+        del experts.has_post_expert_norm
+        for options in ({}, {"recompute": True}):
+            moe_torch.transformers.use(experts, **options)
+            torch.testing.assert_close(experts(*inputs), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_experts_that_moebius_cannot_compute_are_refused(kind: str) -> None:
     with running_on("reference"), pytest.raises(Unsupported, match=REFUSED[kind]):

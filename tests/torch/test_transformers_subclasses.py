@@ -61,6 +61,10 @@ def test_torchao_weights_run_as_their_values(engine: str, name: str, dtype: Any)
         for one in (model, other):
             moe_torch.transformers.use(one)
         torch.testing.assert_close(model(tokens(device)).logits, other(tokens(device)).logits, rtol=1e-3, atol=1e-4)
+        x, routing = torch.randn(6, models.D, device=device), torch.ones(6, models.K, device=device)
+        experts = model.model.layers[0].mlp.experts
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            assert experts(x, routing.int(), routing).dtype == torch.bfloat16
         with pytest.raises(Unsupported, match="has frozen quantised weights, and no main_grad"):
             moe_torch.transformers.use(model, main_grad=True)
         model.model.layers[0].mlp.experts.moebius_options = ExpertsOptions(main_grad=True)
