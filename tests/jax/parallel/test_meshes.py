@@ -105,6 +105,8 @@ def test_plain_layers_on_any_mesh(spec: MoELayerSpec, axes: Any, kind: AxisType,
     y = found[0][1][0]
     wanted = split or P(tuple(axes) if len(axes) > 1 else "data")
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, wanted), y.ndim)
+    if kind == EXPLICIT:
+        assert tuple(y.sharding.spec)[: len(wanted)] == tuple(wanted), "axes of one device stay in types"
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -247,6 +249,8 @@ def test_explain_says_what_moves() -> None:
     assert "rows travel over ep and back (all_to_all)" in text
     assert f"wi_0 is gathered over fsdp: {8 * 8 * 12 * 4 // 2} bytes a device" in text
     assert layers.explain_mesh(PLAIN, (4, 6, D), draw(PLAIN)[0]) == ""
+    with jax.set_mesh(mesh_of(AUTO, data=2, model=1)):
+        assert "x is split as P('data', None), and" in layers.explain_mesh(PLAIN, (4, 6, D), draw(PLAIN)[0])
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
