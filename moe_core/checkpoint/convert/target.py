@@ -160,7 +160,7 @@ class Target:
             with np.errstate(all="ignore"):
                 result = scales.astype(dtypes.numpy_dtype(scale_dtype)).astype(np.float32)
             # A scale must not vanish: it divides.
-            tiny = np.float32(1e-7) if scale_dtype == "float16" else np.float32(0)
+            tiny = 1e-7 if scale_dtype == "float16" else 0.0
             return np.where(scales > 0, np.maximum(result, tiny), result)
 
         if self.format.zero_points:

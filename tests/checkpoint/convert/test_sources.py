@@ -183,3 +183,13 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "source", config, {0: {"model.norm.weight": np.ones(4, np.float32)}})
     with pytest.raises(InvalidInput, match="source must have layers with experts"):
         convert_checkpoint(path, tmp_path / "small", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32"])
+def test_every_number_that_is_not_finite_is_counted(dtype: str) -> None:
+    """Of all bits that numbers of 8 or 16 bits can have."""
+    words = np.arange(2**16, dtype=np.uint16).reshape(2**8, 2**8)
+    bits = words.astype(np.uint8) if "float8" in dtype else words
+    with np.errstate(invalid="ignore"):
+        array = words.view(np.float16).astype(dtype) if dtype == "float32" else bits.view(dtype)
+        assert source_module.count_not_finite(array) == np.count_nonzero(~np.isfinite(array)) > 0
