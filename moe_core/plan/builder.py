@@ -96,6 +96,7 @@ class PlanBuilder:
     ) -> None:
         """Add a kernel launch, unless its grid has a zero. Raises Unsupported and `KernelLaunch`'s errors."""
         assert self.target.compiled, f"{self.name}: the reference engine runs no {kernel.name}"
+        assert num_warps.bit_count() == 1, f"{kernel.name} with {num_warps} warps"
         x, y, z = (*grid, 1, 1)[:3]
         step = steps.KernelLaunch(kernel, (x, y, z), tuple(arguments.items()), num_warps, num_stages)
         if any(size >= limit for size, limit in zip((x, y, z), GRID_LIMITS, strict=True)):

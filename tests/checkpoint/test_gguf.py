@@ -123,10 +123,17 @@ def info(name: bytes = b"t", shape: tuple[int, ...] = (32,), kind: int = 0, offs
     return struct.pack("<Q", len(name)) + name + axes + struct.pack("<IQ", kind, offset)
 
 
+def alignment(size: int) -> bytes:
+    return struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, size)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"GGUF", "a header that ends"),
+        (header(alignment(0), info(), pairs=1), "an alignment of 0"),
+        (header(alignment(24), info(), pairs=1), "an alignment of 24"),
+        (header(alignment(1), info(kind=999), pairs=1), "999"),
         (header(version=1), "no GGUF of version 2 or 3"),
         (header(tensors=2**60), "tensors or settings"),
         (header(struct.pack("<Q", 2**62)), "a header that ends"),

@@ -276,6 +276,18 @@ def test_settings_that_change_results_are_refused_by_name(entry: dict[str, Any])
         read(nested(factors(base())), settings=entry)
 
 
+def test_settings_that_tell_how_an_adapter_was_made_are_kept() -> None:
+    names = (
+        *("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "target_modules"),
+        *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core"),
+        *("modules_to_save", "eva_config", "runtime_config", "ensure_weight_tying", "loftq_config"),
+        *("qalora_group_size", "peft_version", "bias", "init_lora_weights"),
+    )
+    told = {"peft_version": "0.21.0", "bias": "none"}
+    settings = {name: told.get(name, "told") for name in names}
+    assert settings.items() <= read(nested(factors(base())), settings=settings).settings.items()
+
+
 def test_every_tensor_counts(tmp_path: Path) -> None:
     tensors = nested(factors(base()))
     router = {f"{PREFIX}model.layers.7.mlp.router.lora_A.weight": np.ones((2, D), np.float32)}
@@ -317,6 +329,8 @@ def test_files_that_disagree(tmp_path: Path) -> None:
         read_adapter(tmp_path / "pickle", base())
     with pytest.raises(InvalidInput, match="layer must be the number or path of one layer"):
         adapter.layer(3)
+    nested_path = dataclasses.replace(adapter, layers={"models.0.layers.7.mlp": adapter.layer(7)})
+    assert nested_path.path(7) == "models.0.layers.7.mlp", "the last number is the layer's"
 
 
 def test_settings_are_kept_where_ranks_are(tmp_path: Path) -> None:

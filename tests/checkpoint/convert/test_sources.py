@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from moe_core.checkpoint import convert_checkpoint, open_checkpoint
 from moe_core.checkpoint.convert import source as source_module
 from moe_core.checkpoint.convert import stream
+from moe_core.checkpoint.convert.target import Target
 from moe_core.checkpoint.convert.verify import verify_conversion
 from moe_core.errors import InvalidInput
-from moe_core.formats import MXFP4, format_named
+from moe_core.formats import MXFP4, QuantizedTensor, format_named
 from moe_core.specs.operands import named_arrays
 from tests.support.checkpoint_files import E, config_of, write
 from tests.support.quantized.files import FP8, compressed, fp8_matrix, per_expert_layer, quantized_config, words_matrix
@@ -193,3 +194,12 @@ def test_every_number_that_is_not_finite_is_counted(dtype: str) -> None:
     with np.errstate(invalid="ignore"):
         array = words.view(np.float16).astype(dtype) if dtype == "float32" else bits.view(dtype)
         assert source_module.count_not_finite(array) == np.count_nonzero(~np.isfinite(array)) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_tiny_weights_do_not_vanish(tmp_path: Path, dtype: str) -> None:
+    checkpoint = open_checkpoint(source(tmp_path / "plain", "qwen3_moe", "per_expert", 1))
+    target = Target.of(checkpoint, format_named("int4_g32"), dtype, "moebius")
+    made = target.quantized(np.full((32, 64), 1e-9, np.float32))
+    assert isinstance(made, QuantizedTensor)
+    np.testing.assert_allclose(made.scales, 1e-7 if dtype == "float16" else 1e-9 / 7, rtol=0.5)

@@ -160,6 +160,9 @@ def test_rows_compile_nothing_and_launch_few_kernels() -> None:
         launches = [step for step in steps if isinstance(step, KernelLaunch)]
         found.add(tuple(value for step in launches for _, value in step.arguments if isinstance(value, Constant)))
     assert len(found) == 1
+    many = MatmulOperands(ArraySpec((64, 16), "bfloat16"), ArraySpec((2048, 16, 16), "bfloat16"))
+    steps = plan_grouped_mm(many, Groups(ArraySpec((2048,), "int32"), True), MatmulSpec("in_out"), H200).steps
+    assert isinstance(steps[0], KernelLaunch) and steps[0].num_warps == 16
 
 
 def test_wrong_arguments() -> None:
