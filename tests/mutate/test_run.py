@@ -140,7 +140,7 @@ def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> No
     functions = [f"{path}::both", f"{path}::one"]
     tests = {f"{test}[1]": [1.0, [0, 1]], f"{test}[2]": [3.0, [0]]}
     file = {"file": "tests/a/test_a.py", "setup": 0.1, "functions": functions, "tests": tests}
-    contexts.add(file | {"alike": [f"{test}[3]", "tests/a/test_a.py::unknown[3]"]})
+    contexts.add(file | {"alike": [f"{test}[3]", f"{test}[3-jax]", "tests/a/test_a.py::unknown[3]"]})
     assert contexts.seconds[f"{test}[3]"] == 2.0 and contexts.alike == {f"{test}[3]"}
     assert contexts.related(Mutation(path, "both", "swap", 1, 0, 1, "")) == [f"{test}[{n}]" for n in (1, 3, 2)]
     of_one = contexts.related(Mutation(path, "one", "swap", 1, 0, 1, ""))

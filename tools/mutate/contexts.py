@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.mutate import forks, sources
+from tools.mutate.plugin import function_of
 from tools.mutate.sources import ROOT, Mutation
 
 #: Tests of texts, of whole pages and of other programs: they see a mutation as a changed text, or take minutes.
@@ -119,10 +120,10 @@ class Contexts:
         recorded: dict[str, list[str]] = {}
         for test, (seconds, called) in record["tests"].items():
             self.seconds[test] = seconds
-            recorded.setdefault(test.partition("[")[0], []).append(test)
+            recorded.setdefault(function_of(test), []).append(test)
             self._note(test, {functions[index] for index in called})
         for test in record.get("alike", ()):
-            if others := recorded.get(test.partition("[")[0]):
+            if others := recorded.get(function_of(test)):
                 self.alike.add(test)
                 self.seconds[test] = sum(map(self.seconds.__getitem__, others)) / len(others)
                 called = [{functions[index] for index in record["tests"][other][1]} for other in others]

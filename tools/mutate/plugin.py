@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import threading
@@ -23,6 +24,8 @@ import pytest
 MONITOR = 3
 #: A test function is recorded for so many seconds, and so many of its tests at least; the rest are taken to be alike.
 ENOUGH, FEWEST = 1.0, 2
+#: Parameters that say which code of the packages runs: tests with different ones are not alike.
+APART = frozenset({"torch", "jax", "reference", "interpreter"})
 
 
 def seconds_on(began: float, used: float) -> float:
@@ -31,8 +34,10 @@ def seconds_on(began: float, used: float) -> float:
     return round(max(time.process_time() - used, (time.monotonic() - began) / max(1.0, load)), 4)
 
 
-def function_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+def function_of(test: str) -> str:
+    """Of a test: its name, and its parameters in APART."""
+    name, _, parameters = test.partition("[")
+    return "-".join([name, *sorted(APART.intersection(re.split(r"[\[\]-]", parameters)))])
 
 
 class Calls:
@@ -142,14 +147,14 @@ class Plugin:
         items[:] = [item for item in items if "fault" not in item.nodeid and "planted" not in item.nodeid]
         if self.record:
             # Of many parameters those that are recorded lie anywhere among them.
-            first = {name: index for index, name in reversed([*enumerate(function_of(item) for item in items)])}
+            first = {name: index for index, name in reversed([*enumerate(function_of(item.nodeid) for item in items)])}
             digests = {item: hashlib.sha256(item.nodeid.encode()).digest() for item in items}
-            items.sort(key=lambda item: (first[function_of(item)], digests[item]))
+            items.sort(key=lambda item: (first[function_of(item.nodeid)], digests[item]))
         self.write(event="collected", tests=len(items), seconds=seconds_on(self.began, self.used))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        began, used, function = time.monotonic(), time.process_time(), function_of(item)
+        began, used, function = time.monotonic(), time.process_time(), function_of(item.nodeid)
         if self.record and self.spent[function] > ENOUGH and self.recorded[function] >= FEWEST:
             self.write(event="alike", test=item.nodeid)
             item.add_marker(pytest.mark.skip(reason="alike"))
