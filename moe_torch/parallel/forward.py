@@ -46,6 +46,7 @@ from moe_torch.parallel.axes import ExpertParallel as ExpertParallel
 from moe_torch.parallel.axes import require_ranks, require_tokens, tell_peers
 from moe_torch.parallel.calls.compiled import Calls as Calls
 from moe_torch.parallel.calls.compiled import across_ranks, run_by_operators, traceable
+from moe_torch.parallel.calls.joined import run_again
 from moe_torch.parallel.calls.known import Call, Steps, repeated
 from moe_torch.parallel.dense import shared_output
 from moe_torch.parallel.function import combine, dispatch, divided, uses_of
@@ -53,7 +54,6 @@ from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.hosts import plan_routes
 from moe_torch.parallel.moving import MovingPlacement
 from moe_torch.parallel.owner import Owner, Results
-from moe_torch.parallel.peer import again
 from moe_torch.parallel.route import ExchangeCall, require_room
 from moe_torch.parallel.tensor import Brought, bias_once, counts_of
 
@@ -211,7 +211,7 @@ class Exchange:
             if tensor is not None:
                 brought = tensor.gather(call, brought)
                 experts = bias_once(experts, tensor.split)
-            results = again.run_again(call, brought, like.tensors)
+            results = run_again(call, brought, like.tensors)
             if results is None:
                 planner = plan_routes(call, brought.ids, brought.weights, brought.token_mask, returns=lora is not None)
         except Exception:

@@ -13,11 +13,12 @@ from moe_core.parallel import ExchangePlan, ExchangeSpec, Placement, plan_exchan
 from moe_core.parallel.exchange import levels_of
 from moe_core.parallel.header import Header
 from moe_torch.parallel import exchange
+from moe_torch.parallel.calls.blocks import Blocks
 from moe_torch.parallel.deep_ep import BufferPlanner
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer.chunks import PeerPlanner
 from moe_torch.parallel.route import ExchangeCall, Planner
-from moe_torch.parallel.routes import Blocks, CollectiveRoutes, Counted, take_slots
+from moe_torch.parallel.routes import CollectiveRoutes, Counted, take_slots
 from moe_torch.parallel.tensor import counts_of
 
 _TOKENS = Header._fields.index("tokens")

@@ -161,7 +161,7 @@ class _Tables(NamedTuple):
     table: torch.Tensor | None = None
 
 
-class _Planner(Planner):
+class RoutesPlanner(Planner):
     def __init__(
         self, call: ExchangeCall, ids: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor | None
     ) -> None:
@@ -232,7 +232,7 @@ def one_group(tokens: int, top_k: int, capacity: int, row_of_slot: torch.Tensor)
     return RaggedLayout(_layout_spec(tokens, top_k, capacity), None, None, None, row_of_slot, None)
 
 
-class Counted(_Planner):
+class Counted(RoutesPlanner):
     """Routes of exact counts, which ranks exchange and the host reads."""
 
     _begun: tuple[Any, Begun] | None = None
@@ -370,25 +370,3 @@ class Counted(_Planner):
                 return came
         numbers, values = packed.view(torch.int32)[:, first : first + width], packed[:, : self.plan.d_model]
         return self._owner(counts, here, numbers, values)
-
-
-class Blocks(_Planner):
-    """Routes of blocks of one size between every two ranks. The host reads nothing."""
-
-    def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
-        """The result sends everything but rows and returns the routes. A collective."""
-        return self.exchanged
-
-    def exchanged(self) -> CollectiveRoutes:
-        spec, ranks, label = self.spec, self.ranks, "header, ids and weights"
-        tables = self.first_tables()
-        gathers = spec.mode == "all_gather"
-        came = (ranks.all_gather if gathers else ranks.all_to_all)(tables.message, label)
-        lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
-        back, group, ways = ranks.size * spec.back_rows, ranks.size * self.num_tokens, (Way(), Way())
-        *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)
-        counted = functools.partial(torch.sum, tables.counted, 0, keepdim=True, dtype=torch.int32)
-        return self.routes(
-            tables, ways, owner, back, spoilt=spoilt, group_tokens=group,
-            excess=lambda: ranks.total(counted(), "overflow"),
-        )  # fmt: skip

@@ -69,6 +69,11 @@ class Step(NamedTuple):
     held: tuple[tuple[int, int], ...]
 
     @classmethod
+    def plain(cls, ready: Ready) -> Step:
+        """Without addresses."""
+        return cls(ready, [0] * len(ready.prepared.plan.inputs), (), ())
+
+    @classmethod
     def of(
         cls, operator: Operator[..., Any], arguments: tuple[Any, ...], changing: Sequence[str], tensors: Sequence[Any]
     ) -> Step | None:

@@ -8,14 +8,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from moe_core.base.arrays import ALIGNMENT
 from moe_core.ops.exchange.operands import Checks, HomeTokens
 from moe_core.parallel.header import CALLS
-from moe_core.plan import PlanBuilder, Role
-from moe_core.runtime.prepare import prepare
-from moe_torch.bridge.options import TORCH_DTYPES, dtype_name
-from moe_torch.bridge.ready import Ready, dense
+from moe_torch.bridge.options import dtype_name
 from moe_torch.operators import exchange as operators
+from moe_torch.parallel.calls import joined
 from moe_torch.parallel.calls.known import Step
 from moe_torch.parallel.exchange import header_rows, kept
 from moe_torch.parallel.owner import Results
@@ -39,16 +36,27 @@ class _Again(NamedTuple):
     headers: tuple[torch.Tensor, ...]
     constants: tuple[torch.Tensor, ...]
 
-
-_KEY = ("direct",)
-#: On a CPU the products depend on the tokens that other ranks told.
-_DEVICES = {"cuda"}
+    def run(self, call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
+        """See `joined.run_again`."""
+        step, number = self.step, call.layer * CALLS + call.number % CALLS
+        if (memory := self.memory()) is None or number >= len(self.headers):
+            return None
+        arrays = brought.x, brought.ids, brought.weights, self.headers[number]
+        kept(self.constants, brought.x.device)
+        begun = step.ready.begin(step.change(step.pointers(tensors), *[one.data_ptr() for one in arrays]))
+        for part, barrier in self.parts:
+            begun.run(part)
+            arrays = brought.x = cast(Any, None)  # Experts need no gathered rows.
+            if barrier is not None:
+                memory.barrier(call.ranks, barrier)
+        tokens_per_expert, invalid_ids, overflow, received, output = begun.outputs
+        return Results(output, received, overflow, tokens_per_expert, invalid_ids)
 
 
 def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: torch.dtype) -> None:
     """Remember a call of one chunk without a shared expert that has run."""
     steps, placement = call.steps, call.plan.placement
-    if not isinstance(routes, DirectRoutes) or steps is None or x.device.type not in _DEVICES:
+    if not isinstance(routes, DirectRoutes) or steps is None or x.device.type not in joined.DEVICES:
         return
     (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
     products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))
@@ -68,58 +76,11 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
     if push is not None and total is not None:
         arrived = memory.rows.own, memory.ids.own, memory.weights.own, routes.results_at()
         products.change(products.addresses, *[one.data_ptr() for one in arrived])
-        step, (rows, results) = _joined(push, products, total)
+        changing = "0.x", "0.ids", "0.weights", "0.header"
+        steps_of_call = push, products, total
+        step, (rows, results, _) = joined.joined(steps_of_call, {"2.row_of_slot": "0.places"}, _RESULTS, changing)
         parts: Any = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
         parts = parts if call.ranks.size > 1 else ((None, None),)
         headers = header_rows(call.plan.header, call.layer, x.device)
         constants = headers if places_of_experts is None else (*headers, places_of_experts)
-        steps.put(_KEY, _Again(step, parts, weakref.ref(memory.memory), headers, constants))
-
-
-def _joined(*three: Step) -> tuple[Step, list[int]]:
-    """One step of push, products and sums, and the numbers of launches up to each barrier."""
-    first = three[0].ready
-    builder, addresses, held, ends = PlanBuilder("peer", first.prepared.plan.target), [], [], [0]
-    for number, (ready, given, _, tensors) in enumerate(three):
-        plan, begin = ready.prepared.plan, len(addresses)
-        names = {buffer.name: f"{number}.{buffer.name}" for buffer in (*plan.inputs, *plan.outputs)}
-        roles = dict.fromkeys(names, Role.ROWS)
-        names |= {"row_of_slot": "0.places"} if number == 2 else {}
-        for one, address in zip(plan.inputs, given, strict=True):
-            if not builder.has(names[one.name]):
-                builder.input(names[one.name], one.spec, Role.ROWS)
-                addresses.append(address)
-        for one in plan.outputs:
-            declare = builder.output if names[one.name] in _RESULTS else builder.scratch
-            declare(names[one.name], one.spec, Role.ROWS)
-        builder.call(plan, str(number), names, roles)
-        held += [(begin + position, tensor) for position, tensor in tensors]
-        ends.append(ends[-1] + len(plan.steps))
-    plan = builder.build()
-    outputs = tuple(dense(one.spec.shape, TORCH_DTYPES[one.spec.dtype]) for one in plan.outputs)
-    scratch = dense((plan.scratch_bytes,), torch.uint8) if plan.scratch_bytes else None
-    joined = Ready(prepare(plan, first.device.index or 0), (), outputs, scratch, first.device)
-    return Step(joined, addresses, three[0].changing, tuple(held)), ends[1:3]
-
-
-def run_again(call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
-    """Run such a call. tensors: of the call. None: it is another one, and nothing has run."""
-    again = None if call.steps is None or call.moving is not None else call.steps.get(_KEY)
-    if again is None or (memory := again.memory()) is None:
-        return None
-    step, number = again.step, call.layer * CALLS + call.number % CALLS
-    if number >= len(again.headers):
-        return None
-    arrays = brought.x, brought.ids, brought.weights, again.headers[number]
-    given = [one.data_ptr() for one in arrays]
-    if (given[0] | given[1] | given[2]) % ALIGNMENT:
-        return None
-    kept(again.constants, brought.x.device)
-    begun = step.ready.begin(step.change(step.pointers(tensors), *given))
-    for part, barrier in again.parts:
-        begun.run(part)
-        arrays = brought.x = cast(Any, None)  # Experts need no gathered rows.
-        if barrier is not None:
-            memory.barrier(call.ranks, barrier)
-    tokens_per_expert, invalid_ids, overflow, received, output = begun.outputs
-    return Results(output, received, overflow, tokens_per_expert, invalid_ids)
+        joined.remember(call, _Again(step, parts, weakref.ref(memory.memory), headers, constants))

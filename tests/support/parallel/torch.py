@@ -100,10 +100,10 @@ def broken(fault: str | None) -> Iterator[None]:
         yield
         return
     owner, name = {
-        "wrong_place": (routes._Planner, "tables"),
-        "wrong_rows": (routes._Planner, "tables"),
+        "wrong_place": (routes.RoutesPlanner, "tables"),
+        "wrong_rows": (routes.RoutesPlanner, "tables"),
         "other_owner": (routes, "placement_tables"),
-        "permuted_weights": (routes._Planner, "received"),
+        "permuted_weights": (routes.RoutesPlanner, "received"),
         "counts_off_by_one": (routes.Counted, "counted"),
         "slots_not_in_order": (function.Combine, "forward"),
         "gradient_not_returned": (routes.CollectiveRoutes, "start_pull"),

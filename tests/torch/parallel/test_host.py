@@ -26,7 +26,7 @@ from moe_torch.bridge.operator import Operator
 from moe_torch.operators import routes as operators
 from moe_torch.parallel import ExpertParallel, routes
 from moe_torch.parallel import moe as parallel_moe
-from moe_torch.parallel.calls import known
+from moe_torch.parallel.calls import joined, known
 from moe_torch.parallel.calls.known import Call, Step
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer import again
@@ -95,8 +95,15 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     own, same = problem.ranks()[torch.distributed.get_rank(group)], []
     most = max(problem.tokens) if way.mode == "peer" else None
     parallel = ExpertParallel(group, way, most)
-    used, devices = mock.patch.object(again, "kept", wraps=again.kept), mock.patch.object(again, "_DEVICES", {"cpu"})
-    with running_on("reference"), torch.no_grad(), devices, used as used:
+    used, devices = mock.patch.object(again, "kept", wraps=again.kept), mock.patch.object(joined, "DEVICES", {"cpu"})
+    whole: list[bool] = []
+
+    def run_again(*arguments: Any) -> Any:
+        whole.append((found := joined.run_again(*arguments)) is not None)
+        return found
+
+    seen = mock.patch("moe_torch.parallel.forward.run_again", run_again)
+    with running_on("reference"), torch.no_grad(), devices, seen, used as used:
         for turn in range(9):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
@@ -115,7 +122,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
             same += [torch.equal(*pair) for pair in zip(found, wanted, strict=True) if pair[0] is not None]
     # Arrays that a graph keeps: headers of calls without a layer, and the places of experts.
     kept = [len(call.args[0]) for call in used.call_args_list]
-    return [*same, kept == [CALLS + 1] * (4 if way.mode == "peer" and way.rows == "tokens" else 0)]
+    peers, blocks = (way.rows == "tokens" and way.mode == mode for mode in ("peer", "padded"))
+    return [*same, kept == [CALLS + 1] * 4 * peers, sum(whole) == 4 * (peers or blocks)]
 
 
 @over(TORCH_WAYS)
@@ -129,7 +137,7 @@ def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
     """Of a like call without and one with masked slots: how often it reads counts, and waits at barriers."""
     own, found = problem.ranks()[torch.distributed.get_rank(group)], []
     placed: Any = {"parallel": ExpertParallel(group, way, 9), "placement": problem.placement}
-    with running_on("reference"), torch.no_grad(), mock.patch.object(again, "_DEVICES", {"cpu"}):
+    with running_on("reference"), torch.no_grad(), mock.patch.object(joined, "DEVICES", {"cpu"}):
         for turn in range(4):
             x, experts, routing = to_torch((own.x, own.experts, own.routing))
             routing.ids[: 2 * (turn == 3)] = -1
