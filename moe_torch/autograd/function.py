@@ -20,10 +20,10 @@ from moe_torch.bridge.operator import DIFFERENTIABLE, Operator, call
 class Rule:
     """The differentiation of one operator, by names of its tensors. Tensors that are not differentiable are constants.
 
-    forward: the operator that runs. Its results begin like `operator`'s.
+    forward: the operator that runs. Its results begin like `operator`'s. flowing: results with a gradient, None: all.
     """
 
-    flowing: Sequence[int] | None = (0,)
+    flowing: Sequence[int] | None = None
     named = True
 
     def __init__(self, operator: Operator, differentiable: Collection[str], forward: Operator | None = None) -> None:
@@ -50,8 +50,6 @@ class Rule:
 
 class _Backward(Rule):
     """create_graph=True would differentiate the gradients again."""
-
-    flowing = None
 
     def __init__(self, operator: Operator) -> None:
         super().__init__(operator, operator.names)
