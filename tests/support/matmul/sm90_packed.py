@@ -73,6 +73,6 @@ def run_product(
 def configurations(weight: QuantizedTensor, spec: MatmulSpec) -> list[TileConfig]:
     """Of both families, for a prepacked weight, the stream's with every number of steps under way."""
     weight = map_arrays(weight, spec_of)
-    depths, config = [chunk * block_of(weight.format).columns for chunk in (2, 3, 4)], few_rows_config(weight, spec)
-    streams = [dataclasses.replace(config, block_k=depth) for depth in depths]
+    columns, config = block_of(weight.format).columns, few_rows_config(weight, spec)
+    streams = [dataclasses.replace(config, block_k=chunk * columns) for chunk in (2, 3, 4, 6, 8)]
     return [*streams, *(mixed_input_config(rows, weight, spec, SM_90) for rows in HEIGHTS.values())]

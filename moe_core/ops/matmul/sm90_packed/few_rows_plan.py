@@ -21,10 +21,13 @@ _MOST_ROWS = 4
 _HEIGHT = 8
 #: Blocks in flight along the reduction, limited by registers.
 _CHUNKS = (4, 3, 2)
+#: With at most two blocks of the grid for each multiprocessor, as product 2 of one token has, these may have twice the
+#: registers. Product 1 gains nothing.
+_LONG_CHUNKS = (8, 6)
 #: Columns of one product. A sum takes every other one.
 _DEPTH = 64
-#: Registers per thread, so that four blocks share a multiprocessor.
-_REGISTERS = 128
+#: Registers per thread, so that four blocks share a multiprocessor, or two with long chunks.
+_REGISTERS, _LONG_REGISTERS = 128, 255
 
 
 class _FewRows(Family):
@@ -41,7 +44,11 @@ class _FewRows(Family):
         return None
 
     def tile(self, problem: MatmulProblem) -> TileConfig:
-        return few_rows_config(problem.operands.weight, problem.spec)
+        weight, spec = problem.operands.weight, problem.spec
+        config = few_rows_config(weight, spec)
+        if spec.activation is None and problem.tiles(config) <= 2 * problem.most_multiprocessors:
+            config = few_rows_config(weight, spec, _LONG_CHUNKS + _CHUNKS)
+        return config
 
     def why_illegal(self, config: TileConfig, problem: MatmulProblem) -> str | None:
         return why_illegal_few_rows(config, problem.operands.weight, problem.spec)
@@ -59,7 +66,7 @@ class _FewRows(Family):
             **{name: counts[name] for name in ("num_rows", "num_slots")},
             **tiled_constants(problem),
             **passed(ALIKE=_alike(block, chunk, steps), BLOCK_M=config.block_m, CHUNK=chunk, SPAN=span),
-            **passed(REGISTERS=_REGISTERS, PDL=None),
+            **passed(REGISTERS=_LONG_REGISTERS if chunk in _LONG_CHUNKS else _REGISTERS, PDL=None),
         }
         builder.launch(MATMUL_FEW_ROWS, (problem.num_blocks(config) * blocks,), arguments, config.num_warps, 1)
         if block.columns == 2 * _DEPTH:
@@ -80,7 +87,7 @@ def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: Matm
         return f"block_m must be {_HEIGHT}, got {config.block_m}"
     if config.block_n != block_width(spec):
         return f"block_n must be {block_width(spec)}, one block of weight rows, got {config.block_n}"
-    depths = [chunk * block_of(weight.format).columns for chunk in _CHUNKS]
+    depths = [chunk * block_of(weight.format).columns for chunk in _LONG_CHUNKS + _CHUNKS]
     if config.block_k not in depths:
         return f"block_k must be one of {', '.join(map(str, depths))}, got {config.block_k}"
     if config.num_warps != 4 or config.num_stages != 2 or config.group_m < 1:
@@ -91,12 +98,12 @@ def why_illegal_few_rows(config: TileConfig, weight: QuantizedTensor, spec: Matm
     return None
 
 
-def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec) -> TileConfig:
+def few_rows_config(weight: QuantizedTensor, spec: MatmulSpec, chunks: tuple[int, ...] = _CHUNKS) -> TileConfig:
     """The configuration with the most blocks in flight and little zero padding after the last."""
     block, steps = block_of(weight.format), weight.values.shape[-2]
     # Steps that share scales stay together to load them once.
-    chunks = [chunk for chunk in _CHUNKS if _alike(block, chunk, steps) in (chunk, block.repeat)]
-    chunk = next((chunk for chunk in chunks if -steps % chunk <= steps // 8), _CHUNKS[-1])
+    alike = [chunk for chunk in chunks if _alike(block, chunk, steps) in (chunk, block.repeat)]
+    chunk = next((chunk for chunk in alike if -steps % chunk <= steps // 8), chunks[-1])
     return TileConfig(_HEIGHT, block_width(spec), chunk * block.columns, 4, 2, 1, FEW_ROWS_NAME)
 
 

@@ -40,12 +40,12 @@ def launch_of(plan: LaunchPlan) -> KernelLaunch:
     )
 
 
-def planned(rows: int, name: str, scale_dtype: str, d: int = 768) -> KernelLaunch:
+def planned(rows: int, name: str, scale_dtype: str, d: int = 768, target: Target = SM_90) -> KernelLaunch:
     """A product of so many rows per expert."""
     layout = LayoutSpec(8 * rows, 1, 8)
     weight = tiled_weight((8, 128, d), None, format_named(name), scale_dtype)
     operands = MatmulOperands(ArraySpec((8 * rows, d), "bfloat16"), weight)
-    return launch_of(plan_matmul_ogs(operands, layout, ROWS, SM_90))
+    return launch_of(plan_matmul_ogs(operands, layout, ROWS, target))
 
 
 @pytest.mark.parametrize(("name", "scale_dtype"), INTEGERS)
@@ -66,12 +66,17 @@ def test_kernels_are_told_how_a_format_is_tiled(name: str, scale_dtype: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "d", "block_k", "alike"),
-    [("int4_g128", 768, 384, 1), ("int4_row", 768, 384, 3), ("int8_g128", 768, 256, 2), ("int8_g128", 640, 128, 2),
-     ("int8_g32", 768, 256, 1), ("int8_channel", 768, 256, 4)],
+    ("name", "d", "block_k", "alike", "multiprocessors"),
+    [("int4_g128", 768, 384, 1, 7), ("int4_row", 768, 384, 3, 7), ("int8_g128", 768, 256, 2, 7),
+     ("int8_g128", 640, 128, 2, 7), ("int8_g32", 768, 256, 1, 7), ("int8_channel", 768, 256, 4, 7),
+     ("int4_g128", 768, 768, 1, 8), ("int4_row", 768, 768, 6, 8), ("int8_g128", 768, 384, 2, 8),
+     ("int8_channel", 768, 384, 6, 8)],
 )  # fmt: skip
-def test_steps_that_share_scales_load_them_once(name: str, d: int, block_k: int, alike: int) -> None:
-    found = dict(planned(1, name, "float32", d).arguments)
+def test_steps_that_share_scales_load_them_once(
+    name: str, d: int, block_k: int, alike: int, multiprocessors: int
+) -> None:
+    """Grids of 16 blocks: with at most two blocks for each multiprocessor, more steps are under way."""
+    found = dict(planned(1, name, "float32", d, Target("cuda", 90, multiprocessors)).arguments)
     columns, chunk = found["COLUMNS"], found["CHUNK"]
     assert isinstance(columns, Constant) and isinstance(chunk, Constant)
     assert columns.value * chunk.value == block_k and found["ALIKE"] == Constant(alike)  # pyright: ignore
@@ -93,7 +98,7 @@ def test_configurations(name: str, scale_dtype: str) -> None:
     config = few_rows_config(weight, ROWS)
     assert why_illegal_few_rows(config, weight, ROWS) is None
     wrong = dataclasses.replace(config, block_k=columns)
-    depths = ", ".join(str(chunk * columns) for chunk in (4, 3, 2))
+    depths = ", ".join(str(chunk * columns) for chunk in (8, 6, 4, 3, 2))
     assert f"block_k must be one of {depths}" in str(why_illegal_few_rows(wrong, weight, ROWS))
 
 
@@ -113,7 +118,7 @@ def test_a_layer_runs_on_them() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize(("name", "scale_dtype"), INTEGERS)
 def test_matches_the_reference(name: str, scale_dtype: str, place: int) -> None:
     """Sizes that end inside of blocks of rows, and of columns where groups do; one kernel for every routing."""
@@ -150,7 +155,7 @@ def any_weight(format: Format, scale_dtype: str, rows: int, columns: int) -> Qua
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize(("name", "scale_dtype"), INTEGERS)
 def test_every_code_to_the_bit(name: str, scale_dtype: str, place: int) -> None:
     """Rows with a single one pick the weights themselves: bf16 of (q - z) s, as the reference rounds it."""
@@ -165,7 +170,7 @@ def test_every_code_to_the_bit(name: str, scale_dtype: str, place: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("place", [0, 5])
 @pytest.mark.parametrize("name", ["int4_g64_zp", "int8_g128", "int8_channel"])
 def test_nan_scales_stay_where_they_are(name: str, place: int) -> None:
     needs_sm_90()

@@ -30,7 +30,7 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
 from moe_core.ops.reduction.reduce import REDUCE
 from moe_core.parity.tolerance import assert_close, quantized_matmul_tolerance
-from moe_core.plan.steps import KernelLaunch
+from moe_core.plan.steps import Constant, KernelLaunch
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
 from moe_core.specs.operands import ExpertWeights, MatmulOperands, RouterLogits
 from tests.support.compile_gate.prepacked_plans import EPILOGUES, tiled_weight
@@ -41,7 +41,7 @@ from tests.support.strategies import ID_KINDS, draw_ids, layout_arrays
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize("number", range(len(EPILOGUES)))
 def test_matches_the_reference(number: int, place: int) -> None:
     """Sizes that end inside of blocks; one kernel for every routing."""
@@ -64,7 +64,7 @@ def test_matches_the_reference(number: int, place: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("place", [0, 5])
 def test_nan_scales_and_rows_stay_where_they_are(place: int) -> None:
     """In both families."""
     needs_sm_90()
@@ -84,7 +84,7 @@ def test_nan_scales_and_rows_stay_where_they_are(place: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("place", [0, 5])
 def test_one_step_and_a_layer_outside(place: int) -> None:
     """The shortest reduction and the narrowest result there are; of a layer that the stack lacks rows are NaN."""
     needs_sm_90()
@@ -170,12 +170,33 @@ def test_configurations_that_stream(activation: Activation | None) -> None:
         for change, reason in (
             ({"block_m": 16}, "block_m must be 8"),
             ({"block_n": 16}, "block_n must be"),
-            ({"block_k": 128}, "block_k must be one of 512, 384, 256"),
+            ({"block_k": 128}, "block_k must be one of 1024, 768, 512, 384, 256"),
             ({"num_warps": 8}, "num_warps must be 4"),
             ({"num_stages": 3}, "num_stages 2"),
         ):
             found = why_illegal_few_rows(dataclasses.replace(config, **change), weights[steps], spec)
             assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens", "activation", "multiprocessors", "columns"),
+    [
+        (23, 1, None, 132, 1024), (6, 1, None, 132, 768), (4, 1, None, 132, 512), (23, 4, None, 8, 1024),
+        (23, 4, None, 7, 512), (23, 1, Activation("silu"), 132, 512),
+    ],
+)  # fmt: skip
+def test_more_steps_are_under_way_with_few_blocks(
+    steps: int, tokens: int, activation: Activation | None, multiprocessors: int, columns: int
+) -> None:
+    """At most two blocks for each multiprocessor, in products without an activation."""
+    operands, spec = described(activation, tokens, d=128 * steps), dataclasses.replace(TOKENS, activation=activation)
+    layout, target = LayoutSpec(tokens, 2, 8), Target("cuda", 90, multiprocessors)
+    config = heuristic_tile(MatmulProblem(operands, layout, spec, target)).config
+    assert (config.family, config.block_k) == (FEW_ROWS_NAME, columns)
+    launch = plan_matmul_ogs(operands, layout, spec, target).steps[-1]
+    assert isinstance(launch, KernelLaunch) and launch.kernel == MATMUL_FEW_ROWS
+    constants = {name: value.value for name, value in launch.arguments if isinstance(value, Constant)}
+    assert constants["REGISTERS"] == (255 if columns > 512 else 128)
 
 
 @pytest.mark.parametrize("activation", [None, Activation("silu")])
