@@ -145,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens, modes = map(int, options.tokens.split(",")), options.modes.split(",")
     cells = [Cell(shape, count, mode, "tokens", False) for count in tokens for mode in modes]
     if options.device == "cuda":
-        jobs = {str(cell): [functools.partial(parallel_ahead.measured, cell)] for cell in cells}
+        jobs: dict[str, list[Any]] = {}
+        for cell in cells:
+            jobs.setdefault(f"{cell.tokens} tokens", []).append(functools.partial(parallel_ahead.measured, cell))
         ahead = multiprocessing.get_context("spawn").Process(target=parallel_ahead.compile_ahead, args=(jobs, 1))
         ahead.start()
         ahead.join()
