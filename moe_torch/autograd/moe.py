@@ -90,8 +90,6 @@ class _MoE(Rule):
         into = main_grads({name: ctx.holders[name] for name in asked if flows.get(name) == "weight"})
         known = saved | dict(zip(self._upstream, upstream, strict=True))
         known |= {f"into.{name}": buffer for name, buffer in into.items()}
-        if not asked:
-            return {}
         pre, alone = saved.get("saved.pre_activation"), _read_last()
         if into and pre is not None and not alone:
             known["saved.pre_activation"] = pre.clone()

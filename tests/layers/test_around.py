@@ -33,7 +33,10 @@ LATENT = LatentSpec(L, NormSpec(1e-5, centred=True))
 SPECS = {
     "sum": {"output": OutputSpec(NormSpec(1e-5), scale=0.5, bias=True)},
     "scale": {"output": OutputSpec(scale=0.5)},
-    "experts": {"output": OutputSpec(NormSpec(1e-5), "experts", bias=True), "experts": ExpertsSpec(bias=True)},
+    "experts": {
+        "output": OutputSpec(NormSpec(1e-5), "experts", bias=True),
+        "experts": ExpertsSpec(bias=True, gate_layout="separate"),
+    },
     "latent": {"latent": LatentSpec(L), "capacity_factor": 1.0},
     "both": {"output": OutputSpec(FIRST, "experts"), "latent": LATENT},
 }
@@ -90,13 +93,13 @@ def test_gradients_are_derivatives(name: str) -> None:
 @rows_of
 def test_what_layers_do_with_them(name: str) -> None:
     spec, (x, _) = SPECS[name], masked_rows(D)
-    layer = MoE.from_spec(spec, dtype=torch.float32)
+    storage, layer = spec.storage(HUGGING_FACE), MoE.from_spec(spec, dtype=torch.float32)
     norms = {"before.norm": spec.latent and spec.latent.norm, "output.norm": spec.output and spec.output.norm}
     for key, norm in norms.items():
         assert norm is None or layer.get_parameter(key).eq(0.0 if norm.centred else 1.0).all(), key
-    again = LayerWeights.from_named(layer.export_weights().named(), spec, HUGGING_FACE)
-    assert again.layer_spec() == spec.stored_as(HUGGING_FACE)
-    back = convert_weights(convert_weights(again, MAXTEXT), HUGGING_FACE).named()
+    again = LayerWeights.from_named(layer.export_weights().named(), spec, storage)
+    assert again.layer_spec() == spec.stored_as(storage)
+    back = convert_weights(convert_weights(again, MAXTEXT), storage).named()
     for key, array in again.named().items():
         np.testing.assert_array_equal(back[key], array)
     assert layer.to(torch.bfloat16)(torch.from_numpy(x).bfloat16()).dtype == torch.bfloat16

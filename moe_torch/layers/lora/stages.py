@@ -36,7 +36,7 @@ class LowRank:
         """The only adapter of a batch, with ranks that are multiples of 16."""
         arrays = {name: getattr(self, name) for name in ("a1", "b1", "a2", "b2")}
         arrays = {name: one if one is None else one.contiguous().unsqueeze(0) for name, one in arrays.items()}
-        shape = (1, max(one.shape[1] for one in arrays.values() if one is not None))
+        shape = (1, next(one.shape[1] for one in arrays.values() if one is not None))
         rank = max(one.shape[-1] for name, one in arrays.items() if one is not None and name[0] == "a")
         scale = torch.full(shape, self.scale, dtype=torch.float32, device=device)
         ranks = torch.full(shape, rank, dtype=torch.int32, device=device)

@@ -184,9 +184,9 @@ def test_batch_invariant_plans_stay_apart() -> None:
 
 
 def test_one_token_may_have_products_of_different_heights(apart) -> None:
-    """As an override, or a measured table, may say."""
+    """As an override, or a measured table, may say. Product 1 has two column tiles."""
     layer = simple_layer(1)
-    tuned = dataclasses.replace(layer.spec, tuning=Tuning(matmul_1=TALL))
+    tuned = dataclasses.replace(layer.spec, tuning=Tuning(matmul_1=dataclasses.replace(TALL, block_n=16)))
     layer = dataclasses.replace(layer, spec=tuned)
     for target in (CUDA, engine_target()):
         assert kernels(plan_of(layer, target))[-1] == MULTIPLY_AND_REDUCE

@@ -45,5 +45,5 @@ def train_both(spec: MoELayerSpec, weights: LayerWeights, engine: str) -> tuple[
 
         (found, d_x), by_jax = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
         exported: Any = nnx.nnx.merge(graph, found).export_weights()
-        theirs = convert_weights(exported, HUGGING_FACE).named()
+        theirs = convert_weights(exported, spec.storage(HUGGING_FACE)).named()
     return Trained(to_numpy(y), to_numpy(leaf.grad), ours), Trained(np.asarray(by_jax), np.asarray(d_x), theirs)
