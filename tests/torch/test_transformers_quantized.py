@@ -23,7 +23,7 @@ from transformers.integrations import mxfp4
 
 import moe_torch.transformers
 from moe_core.errors import Unsupported
-from moe_core.formats import FP8_BLOCK, MXFP4
+from moe_core.formats import FP8_BLOCK, MXFP4, MXFP8
 from moe_torch import Activation, ops
 from moe_torch.compat import triton_kernels
 from moe_torch.compat.triton_kernels import matmul_ogs, tensor
@@ -146,6 +146,26 @@ def test_one_scale_per_matrix(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     assert str(activations) == "fp8_token"
     gate = experts.gate_up_proj.float() * experts.gate_up_proj_scale_inv.repeat_interleave(F, dim=1)
     torch.testing.assert_close(ops.dequantize(weights.gate_up).float(), gate.detach())
+
+
+@pytest.mark.parametrize("format", [MXFP8, MXFP4], ids=str)
+def test_groups_of_32_with_exponents(format: Any) -> None:
+    """Exponents come as bytes or as float8_e8m0fnu, and e2m1 as int8."""
+    experts: Any = types.SimpleNamespace(activation_scheme="dynamic", block_size=(1, 32), has_gate=True)
+    made = {}
+    for name, shape in (("gate_up_proj", (E, 2 * F, D)), ("down_proj", (E, D, F))):
+        made[name] = ops.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(3)), format)
+        values = made[name].values
+        setattr(experts, name, values.view(torch.int8) if format == MXFP4 else values)
+        setattr(experts, f"{name}_scale_inv", made[name].scales.view(torch.float8_e8m0fnu))
+    weights, activations = fp8_weights(experts)
+    assert activations == (MXFP8 if format == MXFP8 else None)
+    for found, name in ((weights.gate_up, "gate_up_proj"), (weights.down, "down_proj")):
+        assert found.spec.format == format
+        assert torch.equal(ops.dequantize(found), ops.dequantize(made[name]))
+    experts.down_proj_scale_inv = made["down_proj"].scales.float()
+    with pytest.raises(Unsupported, match=r"scales of torch\.float32 in groups of 32, not of 8-bit exponents"):
+        fp8_weights(experts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

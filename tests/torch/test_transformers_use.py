@@ -178,10 +178,14 @@ def test_a_view_of_a_flat_buffer_is_refused_before_anything_changes() -> None:
     assert model.config._experts_implementation != "moebius"
 
 
-def test_float64_experts_run_without_data() -> None:
+def test_float64_experts_take_weights_in_float32_and_run_without_data() -> None:
     model = build("qwen3_moe").double()
     moe_torch.transformers.use(model)
-    experts = next(module for module in model.to("meta").modules() if hasattr(module, "is_transposed"))
+    experts = next(module for module in model.modules() if hasattr(module, "is_transposed"))
+    with running_on("reference"):
+        y = experts(torch.ones(3, models.D, dtype=torch.float64), torch.zeros(3, 2).long(), torch.ones(3, 2))
+    assert y.dtype == torch.float64
+    model.to("meta")
     with torch.device("meta"):
         rows, chosen = torch.empty(3, model.config.hidden_size, dtype=torch.float64), torch.zeros(3, 2)
         assert experts(rows, chosen.long(), chosen).is_meta

@@ -118,6 +118,8 @@ def test_what_cannot_run_is_refused_by_name(models: str) -> None:
     experts.act_fn = torch.nn.Tanh()
     with pytest.raises(Unsupported, match="activates by Tanh"):
         MoebiusEP(experts, mesh, mesh)
+    made = expert_parallel(config, 2)
+    assert (made.tp_size, made.ep_size) == (2, 2)
     config.base_model_ep_plan = None
     with pytest.raises(
         InvalidInput, match="config must be of a model with an ep_plan and a tp_plan, got MixtralConfig"
