@@ -18,8 +18,8 @@ from moe_torch.parallel.routes import CollectiveRoutes, RoutesPlanner
 from moe_torch.parallel.tensor import Brought
 
 _MESSAGE = "header, ids and weights"
-#: Bytes of rows that leave, up to which like calls are one plan, whose arrays all live until its end.
-_FEW = 1 << 24
+#: Numbers in rows that leave, up to which like calls are one plan, whose arrays all live until its end.
+_FEW = 1 << 22
 #: Steps: tables, rows, tables of what came, rows of slots, products, sums.
 _LINKS = {
     "1.slot_of_row": "0.slot_of_row", "2.header": "0.header", "2.lost": "0.lost", "3.slot_of_row": "2.slot_of_row",
@@ -39,9 +39,9 @@ class Blocks(RoutesPlanner):
 
     def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
         """The result sends everything but rows and returns the routes. A collective."""
-        return functools.partial(self._exchanged, values)
+        return self._exchanged
 
-    def _exchanged(self, values: torch.Tensor | None) -> CollectiveRoutes:
+    def _exchanged(self) -> CollectiveRoutes:
         spec, ranks, tables = self.spec, self.ranks, self.first_tables()
         came = (ranks.all_gather if spec.mode == "all_gather" else ranks.all_to_all)(tables.message, _MESSAGE)
         lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
@@ -56,25 +56,20 @@ class Blocks(RoutesPlanner):
         """Make one plan of the call for like ones, if few rows leave."""
         steps, spec, width, operands = self.call.steps, self.spec, self.plan.d_model, self._operands
         rows, back = spec.num_ranks * spec.block_rows, spec.num_ranks * spec.back_rows
-        few = rows * width * operands.weights.element_size() <= _FEW
-        on_device = operands.ids.device.type in joined.DEVICES
         if steps is None or routes.slots is None or routes.send is None or operands.token_mask is not None:
             return
-        found: list[Any] = [
-            steps.get(key)
-            for key in (
-                ("send", True, True),
-                ("taken", (self.num_tokens, width), rows),
-                ("receive", spec.num_ranks, back, True),
-                ("taken", (rows, width), back),
-                ("owner", back, routes.group_tokens),
-                ("total", (back, width), routes.at_home.spec, dtype, True, True),
-            )
-        ]
-        if few and on_device and all(one is not None for one in found):
-            found = [one if isinstance(one, Step) else Step.plain(one) for one in found]
-            step, ends = joined.joined(found, _LINKS, _RESULTS, _CHANGING)
-            joined.remember(self.call, _Again(step, ends[1], ends[4]))
+        if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW:
+            return
+        keys: tuple[Any, ...] = (
+            ("send", True, True), ("taken", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
+            ("taken", (rows, width), back), ("owner", back, routes.group_tokens),
+            ("total", (back, width), routes.at_home.spec, dtype, True, True),
+        )  # fmt: skip
+        found = [one for one in map(steps.get, keys) if one is not None]
+        if len(found) == len(keys):
+            parts = [one if isinstance(one, Step) else Step.plain(one) for one in found]
+            step, ends = joined.joined(parts, _LINKS, _RESULTS, _CHANGING)
+            steps.put(joined.KEY, _Again(step, ends[1], ends[4]))
 
 
 def _overflow(ranks: Ranks, counted: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.ready import Ready, dense
 from moe_torch.parallel.calls.known import Step
 
-#: The key of a call's plan among its steps.
-_KEY = ("again",)
+#: Of what runs like calls, among their steps: it has the method `run` of `run_again`.
+KEY = ("again",)
 #: On a CPU ranks compare headers in every call, and products depend on the tokens that others told.
 DEVICES = {"cuda"}
 
@@ -53,14 +53,9 @@ def joined(
     return Step(ready, addresses, tuple(map(names.index, changing)), tuple(held)), ends[1:]
 
 
-def remember(call: Any, again: Any) -> None:
-    """Run like calls by again, which has the method `run` of `run_again`."""
-    call.steps.put(_KEY, again)
-
-
 def run_again(call: Any, brought: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Run a call that is remembered. tensors: of the call. None: it is another one, and nothing has run."""
-    again = None if call.steps is None or call.moving is not None else call.steps.get(_KEY)
+    again = None if call.steps is None or call.moving is not None else call.steps.get(KEY)
     if again is None or (brought.x.data_ptr() | brought.ids.data_ptr() | brought.weights.data_ptr()) % ALIGNMENT:
         return None
     return again.run(call, brought, tensors)

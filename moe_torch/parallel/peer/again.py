@@ -77,10 +77,10 @@ def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: tor
         arrived = memory.rows.own, memory.ids.own, memory.weights.own, routes.results_at()
         products.change(products.addresses, *[one.data_ptr() for one in arrived])
         changing = "0.x", "0.ids", "0.weights", "0.header"
-        steps_of_call = push, products, total
-        step, (rows, results, _) = joined.joined(steps_of_call, {"2.row_of_slot": "0.places"}, _RESULTS, changing)
-        parts: Any = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
-        parts = parts if call.ranks.size > 1 else ((None, None),)
+        links, parts = {"2.row_of_slot": "0.places"}, (push, products, total)
+        step, (rows, results, _) = joined.joined(parts, links, _RESULTS, changing)
+        cut: Any = (slice(rows), "rows"), (slice(rows, results), "results"), (slice(results, None), None)
+        cut = cut if call.ranks.size > 1 else ((None, None),)
         headers = header_rows(call.plan.header, call.layer, x.device)
         constants = headers if places_of_experts is None else (*headers, places_of_experts)
-        joined.remember(call, _Again(step, parts, weakref.ref(memory.memory), headers, constants))
+        steps.put(joined.KEY, _Again(step, cut, weakref.ref(memory.memory), headers, constants))
