@@ -133,6 +133,26 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
     assert all(all(found) for found in ranks.call(like_calls, [(problem, way)] * 2))
 
 
+def disagreements(group: Any, problem: Problem) -> list[bool]:
+    """Of like calls with blocks: all NaN, once a rank's header is another one."""
+    rank, found, real = torch.distributed.get_rank(group), [], ExchangeCall.header
+    own = problem.ranks()[rank]
+    placed: Any = {"parallel": ExpertParallel(group, ExchangeSpec("padded")), "placement": problem.placement}
+    with running_on("reference"), torch.no_grad(), mock.patch.object(joined, "DEVICES", {"cpu"}):
+        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        for turn in range(4):
+            more = rank * (turn == 3)
+            with mock.patch.object(ExchangeCall, "header", lambda self, device, more=more: real(self, device) + more):
+                output = parallel_moe(x, experts, routing, problem.spec, **placed).output
+            found.append(bool(output.isnan().all()))
+    return found
+
+
+def test_like_calls_of_ranks_that_disagree_are_nan(ranks: Pool) -> None:
+    problem = draw_problem(3, placement_of("linear", 6, 2), (9, 9), 3, "random", "bfloat16", PLAIN, sizes=(16, 8))
+    assert ranks.call(disagreements, [(problem,)] * 2) == [[False, False, False, True]] * 2
+
+
 def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
     """Of a like call without and one with masked slots: how often it reads counts, and waits at barriers."""
     own, found = problem.ranks()[torch.distributed.get_rank(group)], []
