@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.base.checks import require_at_least, require_flags
+from moe_core.base.checks import (
+    as_integer,
+    finite_float,
+    require_at_least,
+    require_flags,
+    set_integer,
+    set_matmul_dtype,
+)
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.specs.operands import LoRAFactors
@@ -44,15 +51,18 @@ class LoRA:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        require_at_least("rank", self.rank, 1)
-        require_at_least("slots", self.slots, 1)
+        set_integer(self, "rank", 1)
+        set_integer(self, "slots", 1)
         require_at_least("max_rank", self.largest, self.rank)
         require_flags(self, "rslora", "shared")
+        set_matmul_dtype(self, "dtype", optional=True)
+        if self.alpha is not None:
+            finite_float("alpha", self.alpha)
         if not self.targets or not set(self.targets) <= set(TARGETS) or len(set(self.targets)) < len(self.targets):
             raise InvalidInput(
                 f"targets must be among {', '.join(TARGETS)}, each once, got {self.targets}; name these alone"
             )
-        if not 0 <= self.dropout < 1:
+        if not 0 <= finite_float("dropout", self.dropout) < 1:
             raise InvalidInput(f"dropout must be in [0, 1), got {self.dropout}; pass a probability")
 
     @property
@@ -101,18 +111,12 @@ class LoRA:
         return made
 
     def require_slot(self, slot: Any) -> int:
-        if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < self.slots:
-            raise InvalidInput(f"slot must be an integer in [0, {self.slots}), got {slot!r}; name one of these")
-        return slot
+        return as_integer("slot", slot, 0, self.slots)
 
     def require_rank(self, rank: int) -> int:
-        if not 1 <= rank <= self.largest:
-            raise InvalidInput(
-                f"rank must be in [1, {self.largest}], got {rank}; make the slots with a larger max_rank"
-            )
-        return rank
+        return as_integer("rank", rank, 1, self.largest + 1)
 
-    def rank_of(self, factors: LoRAFactors, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    def rank_of(self, factors: LoRAFactors, shapes: Mapping[str, tuple[int, ...]], num_experts: int) -> int:
         """The rank of one adapter, unpadded and without the axis of slots. shapes: of the slots.
 
         A pair that is None adds nothing. Raises InvalidInput unless the adapter fits.
@@ -125,9 +129,17 @@ class LoRA:
             raise InvalidInput(
                 f"factors must be pairs of {', '.join(shapes)}, the layer's targets, got {got}; pass these"
             )
+        state = {name: one for name in ("scale", "ranks") if (one := getattr(factors, name)) is not None}
+        for name, one in state.items():
+            if tuple(one.shape) != (num_experts,):
+                raise InvalidInput(
+                    f"factors.{name} must be [{num_experts}], one for each expert, got {list(one.shape)}; pass such "
+                    "an array, or None"
+                )
         for name in present:
             shape, axis = list(shapes[name][1:]), 2 if name[0] == "a" else 1
-            shape[axis] = min(shape[axis], every[f"a{name[1:]}"].shape[-1])
+            most = self.largest if "ranks" not in state else shape[axis]  # ranks may be below padded factors
+            shape[axis] = min(most, every[f"a{name[1:]}"].shape[-1])
             if list(every[name].shape) != shape:
                 raise InvalidInput(
                     f"factors.{name} must be {shape} at most, got {list(every[name].shape)}; pass an adapter of this "

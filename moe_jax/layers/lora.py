@@ -71,7 +71,7 @@ def load_adapter(
     require_type("factors", factors, LoRAFactors)
     slot, changed = lora.require_slot(slot), dict(arrays)
     names = [name for name in arrays if name not in LORA_STATE]
-    rank = lora.rank_of(factors, {name: arrays[name].shape for name in names})
+    rank = lora.rank_of(factors, {name: arrays[name].shape for name in names}, spec.num_experts)
     for name in names:
         one = getattr(factors, name)
         one = jnp.zeros((0, 0, 0)) if one is None else jnp.asarray(one)

@@ -9,13 +9,16 @@ import torch
 
 from moe_core.base.arrays import ALIGNMENT, ArraySpec
 from moe_core.base.target import Target
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.runtime.devices import target_of
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES, constant_result
 from moe_torch.bridge.private import plain_tensor
 
-MAKE_MEMORY = "call to_empty(device=...) on the module that holds it, then load or initialise its values"
+MAKE_MEMORY = (
+    "call to_empty(device=...) on the module that holds it, then load or initialise its values (offloaded by "
+    "accelerate: preload_module_classes=['MoE'])"
+)
 
 
 def require_dense(name: str, tensor: Any) -> None:
@@ -66,6 +69,16 @@ def _package(kind: type) -> str:
 def package_of(tensor: torch.Tensor) -> str:
     """The package of the tensor's class: `torch`, or that of a subclass with arithmetic of its own."""
     return _package(type(tensor))
+
+
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise Unsupported for a subclass with arithmetic of its own, such as torchao's quantised tensors."""
+    kind = type(tensor)
+    if package_of(tensor) != "torch":
+        raise Unsupported(
+            f"{name} must be a plain tensor, got {kind.__module__}.{kind.__qualname__}; leave it out where the model "
+            "is quantised (filter_fn of torchao's quantize_), or run a model's experts by moe_torch.transformers.use"
+        )
 
 
 def align(name: str, tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from moe_core.plan.roles import Role, role_of
 from moe_core.plan.steps import LaunchPlan
 from moe_core.runtime.prepare import prepare
 from moe_torch.bridge import eager, private
-from moe_torch.bridge.arrays import NoHintError, array_spec, require_same_device, target_of_device
+from moe_torch.bridge.arrays import NoHintError, array_spec, require_plain, require_same_device, target_of_device
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode
 from moe_torch.bridge.ready import Begun, Ready, dense
 from moe_torch.bridge.seen import SeenCalls
@@ -135,6 +135,7 @@ class Operator(Generic[_Parameters, _Result]):
             for name, tensor in zip(self.names, arguments, strict=False):
                 if tensor is not None:
                     array_spec(name, tensor)
+                    require_plain(name, tensor)
             raise
 
     def specs(self, tensors: Sequence[Any]) -> list[ArraySpec | None]:

@@ -16,7 +16,7 @@ from moe_core.checkpoint.families import Architecture, architecture_of, text_mod
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec, Storage
 from moe_core.layers.spec import storage_of
-from moe_torch.bridge.arrays import align, package_of
+from moe_torch.bridge.arrays import align, require_plain
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break
 from moe_torch.layers.block_names import BlockArray, keep_names
@@ -156,12 +156,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
             "was made with"
         )
     for name, tensor in values.items():
-        if package_of(tensor) != "torch":
-            raise Unsupported(
-                f"{name} of block must be a plain tensor, got {type(tensor).__module__}.{type(tensor).__qualname__}; "
-                "run the block's experts by moe_torch.transformers.use, or make the layer of the block before it is "
-                "quantised"
-            )
+        require_plain(f"{name} of block", tensor)
         if tensor.device.type == "cpu":
             align(name, tensor)
     arrays = _arrays(names, values, storage, spec.num_experts, architecture.naming.flat)

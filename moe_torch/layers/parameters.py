@@ -16,6 +16,7 @@ from moe_core.ops.lora.beyond import adapted_logits, shared_output
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert, TopK, named_arrays
 from moe_torch import ops
+from moe_torch.bridge.arrays import require_same_device
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.lora.stages import LowRank, run_stages
@@ -198,6 +199,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         scale = self.expert_scale
         if scale is None:
             return weights
+        require_same_device("router.expert_scale", scale, "x", weights)
         scale = at_least_float32(scale)
         rows = ops.router(scale.new_zeros(ids.shape[0], 1), scale.new_zeros(1, scale.shape[0]), bias=scale)
         return weights * rows.gather(1, ids.clamp(min=0).long())
@@ -260,6 +262,8 @@ class ExpertParameters(ParameterGroup):
                 "experts on several ranks take no adapters of PEFT, got some; train them on one device, or merge them"
             )
         x, operands = autocast(x), self.operands()
+        if norm is not None:
+            require_same_device("output.norm", norm, "x", x)
         if norm is None and low_rank is None:
             return self.moe(x, operands, routing, spec).output
         return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))

@@ -16,6 +16,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import FREE_FIELDS, HUGGING_FACE, LayerWeights, MoELayerSpec, Storage, placements
 from moe_core.layers.convert import WHOLE
 from moe_core.parallel.tensor import Cut
+from moe_torch.bridge.arrays import require_plain
 from moe_torch.bridge.options import DTYPE_NAMES, TORCH_DTYPES
 from moe_torch.layers.shards import Own, is_shared_out, own_of, shared_like
 
@@ -138,4 +139,5 @@ def gathered(name: str, tensor: Any) -> np.ndarray:
         # Bytes: not every backend moves 8-bit floats.
         local = tensor.to_local()
         return to_numpy(shared_like(tensor, local.view(torch.uint8)).full_tensor().view(tensor.dtype))
+    require_plain(name, tensor)
     return to_numpy(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)

@@ -70,7 +70,7 @@ def test_torchao_weights_run_as_their_values(engine: str, name: str, dtype: Any)
         model.model.layers[0].mlp.experts.moebius_options = ExpertsOptions(main_grad=True)
         with pytest.raises(Unsupported, match="has frozen quantised weights, and no main_grad"):
             model(tokens(device))
-        with pytest.raises(Unsupported, match=rf"must be a plain tensor, got torchao\.quantization\.{name}; run the"):
+        with pytest.raises(Unsupported, match=rf"must be a plain tensor, got torchao\.quantization\.{name}; leave it"):
             MoE.from_block(model.model.layers[0].mlp)
 
 
@@ -114,3 +114,15 @@ def test_one_quantised_matrix_and_transposed_ones_are_refused() -> None:
     quantise(model, _class("Int8Tensor"))
     with pytest.raises(Unsupported, match="has quantised weights that are transposed or have a bias"):
         moe_torch.transformers.use(model)
+
+
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_layers_and_ops_name_a_quantised_router(in_stages: bool) -> None:
+    """torchao's `quantize_` takes every Linear, and a layer's router is one."""
+    layer = moe_torch.MoE.from_spec(moe_torch.MoELayerSpec(32, 48, 8, 2, expert_scale=in_stages))
+    weight = layer.router.weight.detach()
+    layer.router.weight = torch.nn.Parameter(_class("Int8Tensor")(weight, weight, weight.dtype), requires_grad=False)
+    message = r"weight must be a plain tensor, got torchao\.quantization\.Int8Tensor; leave it out"
+    for call in (lambda: layer(torch.randn(3, 32)), layer.export_weights):
+        with pytest.raises(Unsupported, match=message):
+            call()

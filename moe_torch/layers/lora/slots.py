@@ -13,8 +13,9 @@ from moe_core.checkpoint import ExpertAdapter
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import LoRA
 from moe_core.specs.operands import BEYOND_EXPERTS, LoRAFactors, RouterWeights, named_fields
+from moe_torch.bridge.arrays import require_same_device
 from moe_torch.bridge.operator import Operator, call
-from moe_torch.bridge.options import decode, encode, require_instance
+from moe_torch.bridge.options import TORCH_DTYPES, decode, encode, require_instance
 from moe_torch.layers.parameters import moved_bytes
 from moe_torch.layers.weights import from_numpy
 from moe_torch.operators.table import LORA
@@ -40,11 +41,11 @@ class LoRAParameters(torch.nn.Module):
         self.part_of: Callable[[str, Any], Any] | None = None
         #: The operator's options by the layer's, without and with dropout.
         self.options_of: dict[tuple[str, bool], str] = {}
-        shapes = options.shapes(spec)
+        shapes, dtype = options.shapes(spec), TORCH_DTYPES[options.dtype] if options.dtype else like.dtype
         for name in _FACTORS:
             made = None
             if name in shapes:
-                made = torch.zeros(shapes[name], dtype=options.dtype or like.dtype, device=like.device)
+                made = torch.zeros(shapes[name], dtype=dtype, device=like.device)
             self.register_parameter(name, None if made is None else torch.nn.Parameter(made))
         by_expert = options.slots, spec.num_experts
         self.register_buffer("scale", torch.ones(by_expert, dtype=torch.float32, device=like.device))
@@ -119,7 +120,7 @@ class LoRAParameters(torch.nn.Module):
             factors = LoRAFactors(**factors.with_gate_layout(self.gate_layout).operands())
         require_instance("factors", factors, LoRAFactors)
         slot, present = self.options.require_slot(slot), self.present()
-        rank = self.options.rank_of(factors, {name: tuple(one.shape) for name, one in present.items()})
+        rank = self.options.rank_of(factors, {n: tuple(one.shape) for n, one in present.items()}, self.ranks.shape[1])
         arrays = [(name, one) for name, one in named_fields(factors) if name != "seed"]
         given = {name: one if isinstance(one, torch.Tensor) else from_numpy(np.asarray(one)) for name, one in arrays}
         local = self._local()
@@ -186,6 +187,7 @@ def adapters_of(layer: Any, x: torch.Tensor, adapter_ids: Any) -> tuple[LoRAFact
     lora: LoRAParameters | None = layer._modules.get("lora")
     if lora is None:
         raise InvalidInput("adapter_ids must be None for a layer without adapters, got ids; call add_lora first")
+    require_same_device("layer.lora.scale", lora.scale, "x", x)
     if adapter_ids is None:
         if lora.options.slots > 1:
             raise InvalidInput("adapter_ids must be given to a layer with several slots, got None; pass int32 ids")

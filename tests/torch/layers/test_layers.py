@@ -25,7 +25,7 @@ from moe_core.runtime.prepared import HostPrepared
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import TopK
 from moe_core.specs.routing import RouterSpec
-from moe_torch import MoE
+from moe_torch import LoRA, MoE
 from moe_torch.layers.losses import router_losses as layer_losses
 from tests.support import strategies
 from tests.support.layers import (
@@ -351,3 +351,19 @@ def test_the_balance_loss_of_very_negative_logits_has_its_gradient(scoring: str,
     layer_losses(leaf, torch.from_numpy(counts), None, spec)[0].backward()
     assert expected[0].any() and leaf.grad is not None
     np.testing.assert_allclose(leaf.grad.numpy(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_offloaded_arrays_of_a_stage_name_the_fix() -> None:
+    """A wrapper such as accelerate's loads a part's arrays for its own call, and these are read beside it."""
+    each = OutputSpec(NormSpec(), of="experts")
+    for options, path in (({"expert_scale": True}, "router.expert_scale"), ({"output": each}, "output.norm")):
+        layer = MoE.from_spec(MoELayerSpec(D, F, E, K, **options))
+        part, name = path.split(".")
+        module: Any = layer.get_submodule(part)
+        setattr(module, name, torch.nn.Parameter(getattr(module, name).to("meta")))
+        with pytest.raises(InvalidInput, match=rf"{path} must be on cpu like x, got meta; .*preload_module_classes="):
+            layer(torch.randn(3, D))
+    layer = MoE(D, F, E, K)
+    layer.add_lora(LoRA(4)).to("meta")
+    with pytest.raises(InvalidInput, match=r"layer.lora.scale must be on cpu like x, got meta"):
+        layer(torch.randn(3, D))

@@ -293,7 +293,7 @@ def test_bad_slots_and_options() -> None:
     ids = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(InvalidInput, match="call add_lora first"):
         layer(x, adapter_ids=ids)
-    lora = layer.add_lora(LoRA(4, slots=2, targets=("down",)))
+    lora, down = layer.add_lora(LoRA(np.int64(4), slots=2, targets=("down",))), adapter(4, 0, targets=("down",))
     for call, message in (
         (lambda: layer(x), "adapter_ids must be given"),
         (lambda: layer(x, adapter_ids=ids[:2]), "adapter_ids must be int32"),
@@ -303,10 +303,21 @@ def test_bad_slots_and_options() -> None:
         (lambda: lora.load(0, adapter(17, 0, targets=("down",))), "larger max_rank"),
         (lambda: lora.load(0, dataclasses.replace(adapter(4, 0, targets=("down",)), b2=torch.zeros(4, 4, 63))), "b2"),
         (lambda: lora.export(1), "empty slot"),
-        (lambda: lora.reset(0, rank=5), "rank must be in"),
+        (lambda: lora.reset(0, rank=5), "rank must be below 5"),
         (lambda: LoRA(4, targets=("gate",)), "targets"),
         (lambda: LoRA(4, max_rank=2), "max_rank"),
         (lambda: LoRA(4, dropout=1.0), "dropout"),
+        (lambda: LoRA(4, dropout="half"), "dropout must be finite"),
+        (lambda: LoRA(4, alpha=float("nan")), "alpha must be finite, got nan"),
+        (lambda: LoRA(4, alpha="16"), "alpha must be finite, got '16'"),
+        (lambda: LoRA(4, dtype=torch.int8), "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        (lambda: lora.reset(0, rank=2.5), "rank must be an integer"),
+        (lambda: lora.load(0, adapter(8, 0, targets=("down",))), "at most"),
+        (lambda: lora.load(0, dataclasses.replace(down, scale=torch.ones(3))), r"factors.scale must be \[4\], one for"),
+        (
+            lambda: lora.load(0, dataclasses.replace(down, ranks=torch.ones(1))),
+            r"factors.ranks must be \[4\], .* \[1\]",
+        ),
     ):
         with pytest.raises(InvalidInput, match=message):
             call()
