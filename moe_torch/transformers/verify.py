@@ -51,7 +51,7 @@ def compare(source: Checkpoint, converted: Checkpoint) -> tuple[str, float | Non
             raise _parted(converted, f"{kind.replace('_', ' ')} such as {new[0]}")
     for number in converted.moe_layers:
         for name, ours in _experts(converted, number, state):
-            if not np.array_equal(state[name].float().numpy(), ours.astype(np.float32), equal_nan=True):
+            if not np.array_equal(state[name].float().numpy(), ours, equal_nan=True):
                 raise _parted(converted, f"other numbers in layer {number}: {name}")
     return "equal", None if wanted is None else float((logits - wanted).norm() / wanted.norm()), reason
 
