@@ -8,6 +8,8 @@ SOAK ?=
 FUZZ ?=
 ARCHS ?= 80,89,90,100,120
 RUN := .venv/bin/python
+# Tests start hundreds of processes that import the packages, and pytest rewrites what it imports: bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 KERNEL_TESTS := $(addprefix tests/ops/,matmul/test_forward.py activation/test_forward.py reduction/test_reduce.py \
 	norm/test_norm.py moe/test_forward.py router/test_forward.py routing/test_topk.py routing/test_layout.py \

@@ -7,7 +7,8 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -87,23 +88,52 @@ def frontend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """XLA compiles a program once per process, however many tests trace it anew.
+    """XLA compiles a program once for all test processes, however many tests trace it anew.
 
-    Not through the environment: other processes, whose plans have other numbers in programs, keep to themselves.
+    Not through the environment: processes that tests start compile as users' do.
     """
     if "jax" not in sys.modules or cuda_available():
         yield
         return
     import jax
+    from jax._src import lru_cache
+    from jax._src.interpreters import mlir
     from jax.experimental.compilation_cache import compilation_cache
 
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    shared = tmp_path_factory.getbasetemp()
+    folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "programs"
+
+    def put(cache: Any, key: str, value: bytes) -> None:
+        """At once, because other processes read the folder."""
+        whole = folder / f"{key}-{os.getpid()}-{threading.get_ident()}"
+        whole.write_bytes(value)
+        whole.replace(folder / f"{key}-cache")
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lru_cache.LRUCache, "put", put)
+        patch.setattr(mlir, "make_ir_context", _Contexts(mlir.make_ir_context))
+        yield
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
+
+
+class _Contexts(threading.local):
+    """One MLIR context for many programs of a thread: JAX makes one for each, which takes it longer than a small
+    program itself. A context keeps what its programs name, so that it is not kept for ever.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.left = make, 0
+
+    def __call__(self) -> Any:
+        if not self.left:
+            self.context, self.left = self.make(), 100
+        self.left -= 1
+        return self.context
 
 
 @pytest.fixture(scope="module")

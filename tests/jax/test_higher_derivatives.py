@@ -257,34 +257,44 @@ def test_quantised_weights_have_first_gradients_alone() -> None:
                 derive()
 
 
+MESHED = MoELayerSpec(4, 3, 4, 2, shared_experts=SharedExpertsSpec(2, gate=True), experts=ExpertsSpec(bias=True))
+
+
+def derivatives(axis: Any, point: Any, along: Any) -> Any:
+    def loss(point: Any) -> jax.Array:
+        y, aux = layers.forward(point[0], point[1], MESHED, expert_axis=axis, return_aux=True)
+        return jnp.sin(y).sum() + aux.load_balance_loss
+
+    return jax.jvp(loss, (point,), (along,))[1], jax.jvp(jax.grad(loss), (point,), (along,))[1]
+
+
+@functools.cache
+def on_one_device() -> tuple[Any, Any, Any]:
+    """Parameters and x, a direction, and the derivatives there. Made under x64."""
+    parameters = layers.initialize(MESHED, jax.random.key(0))
+    point = jax.tree.map(lambda one: draw(*one.shape).astype(jnp.float32), (parameters, draw(8, 4)))
+    along = jax.tree.map(lambda one: draw(*one.shape, seed=1).astype(jnp.float32), point)
+    return point, along, compile_quickly(functools.partial(derivatives, None))(point, along)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("mode", "rows", "axes"), [
     ("all_to_all", "tokens", {"ep": 4}), ("padded", "slots", {"data": 2, "ep": 2}), ("all_gather", "tokens", {"ep": 2}),
     (None, "", {"data": 4}),
 ])  # fmt: skip
 def test_layers_on_a_mesh(mode: str | None, rows: str, axes: dict[str, int], kind: AxisType) -> None:
-    spec = MoELayerSpec(4, 3, 4, 2, shared_experts=SharedExpertsSpec(2, gate=True), experts=ExpertsSpec(bias=True))
-    parameters = layers.initialize(spec, jax.random.key(0))
-    point = jax.tree.map(lambda one: draw(*one.shape).astype(jnp.float32), (parameters, draw(8, 4)))
-    along = jax.tree.map(lambda one: draw(*one.shape, seed=1).astype(jnp.float32), point)
+    (parameters, x), along, wanted = on_one_device()
     axis = None if mode is None else ExpertAxis("ep", ExchangeSpec(mode, rows))
-
-    def derivatives(axis: Any, point: Any, along: Any) -> Any:
-        def loss(point: Any) -> jax.Array:
-            y, aux = layers.forward(point[0], point[1], spec, expert_axis=axis, return_aux=True)
-            return jnp.sin(y).sum() + aux.load_balance_loss
-
-        return jax.jvp(loss, (point,), (along,))[1], jax.jvp(jax.grad(loss), (point,), (along,))[1]
-
-    wanted = compile_quickly(functools.partial(derivatives, None))(point, along)
     devices = jax.devices("cpu")[: int(np.prod(list(axes.values())))]
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
     with jax.set_mesh(mesh):
         specs = (
-            layers.expert_sharding(spec, mesh) if axis else jax.tree.map(lambda _: NamedSharding(mesh, P()), parameters)
+            layers.expert_sharding(MESHED, mesh)
+            if axis
+            else jax.tree.map(lambda _: NamedSharding(mesh, P()), parameters)
         )
         point, along = (
-            jax.device_put(tree, (specs, NamedSharding(mesh, P(next(iter(axes)))))) for tree in (point, along)
+            jax.device_put(tree, (specs, NamedSharding(mesh, P(next(iter(axes)))))) for tree in ((parameters, x), along)
         )
         found = compile_quickly(functools.partial(derivatives, axis))(point, along)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
