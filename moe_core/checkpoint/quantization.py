@@ -152,10 +152,6 @@ def _bitsandbytes(settings: Settings) -> Quantization:
     )
 
 
-def _torchao(settings: Settings) -> Quantization:
-    return one_rule(settings, *layouts.torchao(settings))
-
-
 #: Keys that change nothing in an expert, in any producer's settings.
 _ANY_METHOD = """quant_method modules_to_not_convert ignored_layers modules_to_convert kv_cache_scheme dequantize
     kv_cache_quant_algo quantization_status global_compression_ratio version producer meta run_compressed"""
@@ -184,5 +180,8 @@ _METHODS: dict[str, tuple[Callable[[Settings], Quantization], str]] = {
     "modelopt": (_modelopt, f"{_MODELOPT} config_groups ignore quantization"),
     "bitsandbytes": (_bitsandbytes, _BITSANDBYTES),
     "hqq": (lambda settings: one_rule(settings, layouts.hqq(settings)), "quant_config skip_modules"),
-    "torchao": (_torchao, "quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights"),
+    "torchao": (
+        lambda settings: one_rule(settings, *layouts.torchao(settings)),
+        "quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights",
+    ),
 }

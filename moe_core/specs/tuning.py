@@ -49,9 +49,6 @@ class MatmulTuning:
         require_kind("config", self.config, TileConfig, optional=True)
         _require_tunable(self)
 
-    def of_gradient(self) -> MatmulTuning:
-        return MatmulTuning(expected_tokens=self.expected_tokens, expected_experts=self.expected_experts)
-
 
 @plan_type
 @dataclass(frozen=True)

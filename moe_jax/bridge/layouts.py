@@ -27,7 +27,7 @@ from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import QuantizedTensor
 from moe_core.ops.routing.layout import plan_layout
 from moe_core.specs import LayoutSpec, MatmulSpec
-from moe_core.specs.operands import MatmulOperands, RaggedLayout
+from moe_core.specs.operands import MatmulOperands, RaggedLayout, named_fields
 from moe_jax.bridge import moves
 from moe_jax.bridge.calls import OpCall
 from moe_jax.bridge.mesh import (
@@ -75,10 +75,6 @@ def on_every_device(fix: str, *small: str) -> Callable[[_Op], _Op]:
     return _on_mesh(lambda op, given, mesh: _whole(op, given, mesh, small, fix))
 
 
-def _is_split(array: Any, mesh: AbstractMesh) -> bool:
-    return any(mesh.shape[name] > 1 for entry in spec_of(array) or () for name in as_names(entry))
-
-
 def _whole(op: Callable[..., Any], given: dict[str, Any], mesh: AbstractMesh, small: Names, fix: str) -> Any:
     arrays, options = parted(given)
     leaves = jax.tree.leaves(arrays)
@@ -88,7 +84,7 @@ def _whole(op: Callable[..., Any], given: dict[str, Any], mesh: AbstractMesh, sm
         if name in small or isinstance(value, RaggedLayout):
             continue
         for one in jax.tree.leaves(value):
-            if _is_split(one, mesh):
+            if any(mesh.shape[axis] > 1 for entry in spec_of(one) or () for axis in as_names(entry)):
                 raise Unsupported(
                     f"{name} must be whole on every device, got {one.shape} split as {spec_of(one)}: rows of a layout "
                     f"come from all tokens, so arrays would move; {fix}"
@@ -152,7 +148,7 @@ class _Way:
     def _specs(self, name: str, value: Any, split: Split) -> Any:
         if name == "layout":
             by_slot = "row_of_slot" if self.tokens is not None else "slot_of_row"
-            fields = {field: split.tokens if field == by_slot else _WHOLE for field in _layout_fields(value)}
+            fields = {field: split.tokens if field == by_slot else _WHOLE for field, _ in named_fields(value)}
             return dataclasses.replace(value, **fields)
 
         def of(path: Any, array: Any) -> PartitionSpec:
@@ -207,11 +203,6 @@ def _experts_axes(arrays: dict[str, Any]) -> tuple[int, Names]:
     axis = 0 if operands.layer_index is None else 1
     entries = [*(spec_of(_rows_of(arrays, "operands.weight")) or ()), None, None]
     return axis, as_names(entries[axis])
-
-
-def _layout_fields(layout: RaggedLayout) -> list[str]:
-    names = (field.name for field in dataclasses.fields(layout) if field.name != "spec")
-    return [name for name in names if getattr(layout, name) is not None]
 
 
 def _rows_of(arrays: dict[str, Any], path: str) -> Any:

@@ -72,13 +72,11 @@ def _backward(call: Any) -> int:
     return total + (parts["gate_up"] + parts["up"] if call.spec.recompute else 0)
 
 
-def _rows_of_product(call: Any) -> int:
-    return call.x.shape[0] if call.row_of_slot is None else min(call.row_of_slot.shape[0], call.slot_of_row.shape[0])
-
-
 def _product(call: Any) -> int:
+    rows, slots = call.x.shape[0], call.row_of_slot
+    rows = rows if slots is None else min(slots.shape[0], call.slot_of_row.shape[0])
     matrices = [call.weight] if call.up is None else [call.weight, call.up]
-    return sum(2 * _rows_of_product(call) * one.shape[-1] * one.shape[-2] for one in matrices)
+    return sum(2 * rows * one.shape[-1] * one.shape[-2] for one in matrices)
 
 
 def _grouped(call: Any) -> int:
@@ -89,49 +87,37 @@ def _grouped_contraction(call: Any) -> int:
     return 2 * call.left.shape[0] * call.left.shape[1] * call.right.shape[1]
 
 
-def _product_backward(call: Any) -> int:
-    return _product(call) * (_wants(call, "d_x") + _wants(call, "d_weight"))
-
-
 def _router(call: Any) -> int:
     return 2 * call.x.shape[0] * call.weight.shape[0] * call.weight.shape[1]
 
 
-def _router_backward(call: Any) -> int:
-    return _router(call) * (_wants(call, "d_x") + _wants(call, "d_weight"))
+def _pulled(product: _Formula) -> _Formula:
+    return lambda call: product(call) * (_wants(call, "d_x") + _wants(call, "d_weight"))
 
 
 def _norm(call: Any) -> int:
     return 4 * call.x.shape[0] * call.x.shape[1]
 
 
+def _of_every_routing(*names: str) -> list[Operator]:
+    return [one for name in names for one in getattr(table, name).values()]
+
+
 def _formulas() -> list[tuple[_Formula, Sequence[Operator]]]:
-    forwards = [one for kinds in (table.MOE, table.MOE_QUANTIZED, table.TRAINING, table.QUANTIZED_TRAINING, table.LORA,
-                                  table.LORA_TRAINING)
-                for one in kinds.values()]  # fmt: skip
-    backwards = [
-        one
-        for kinds in (
-            table.BACKWARD,
-            table.BACKWARD_INTO,
-            table.QUANTIZED_BACKWARD,
-            table.QUANTIZED_BACKWARD_INTO,
-            table.LORA_BACKWARD,
-            table.LORA_BACKWARD_INTO,
-        )
-        for one in kinds.values()
-    ]
+    forwards = _of_every_routing("MOE", "MOE_QUANTIZED", "TRAINING", "QUANTIZED_TRAINING", "LORA", "LORA_TRAINING")
+    names = (f"{kind}BACKWARD{into}" for kind in ("", "QUANTIZED_", "LORA_") for into in ("", "_INTO"))
+    backwards = _of_every_routing(*names)
     forwards += [pushed.EXPERTS_PUSH, pushed.EXPERTS_PUSH_TRAINING, pushed.EXPERTS_PUSH_QUANTIZED]
     forwards += [pushed.EXPERTS_PUSH_QUANTIZED_TRAINING, pushed.EXPERTS_IN_PARTS, pushed.EXPERTS_IN_PARTS_QUANTIZED]
     return [
         (_forward, forwards),
         (_backward, [*backwards, *pushed.BACKWARDS, *pushed.QUANTIZED_BACKWARDS]),
         (_product, (stages.MATMUL_OGS, stages.MATMUL_OGS_QUANTIZED)),
-        (_product_backward, (stages.MATMUL_OGS_BACKWARD, stages.MATMUL_OGS_QUANTIZED_BACKWARD)),
+        (_pulled(_product), (stages.MATMUL_OGS_BACKWARD, stages.MATMUL_OGS_QUANTIZED_BACKWARD)),
         (_grouped, (grouped.GROUPED_MM, grouped.GROUPED_MM_QUANTIZED)),
         (_grouped_contraction, (grouped.GROUPED_CONTRACTION,)),
         (_router, (stages.ROUTER,)),
-        (_router_backward, (stages.ROUTER_BACKWARD,)),
+        (_pulled(_router), (stages.ROUTER_BACKWARD,)),
         (_norm, (stages.RMS_NORM,)),
         (lambda call: 2 * _norm(call), (stages.RMS_NORM_BACKWARD,)),
     ]

@@ -132,7 +132,8 @@ def plan_matmul_ogs_backward(
 
 
 def _tuning(spec: MatmulSpec) -> MatmulTuning | None:
-    return None if spec.tuning is None else spec.tuning.of_gradient()
+    known = spec.tuning
+    return known and MatmulTuning(expected_tokens=known.expected_tokens, expected_experts=known.expected_experts)
 
 
 def stage_inputs(
