@@ -170,6 +170,10 @@ def test_only_a_test_that_passes_without_the_change_kills_it(
     assert len(run.results) == (not why) and len(run.queue) == bool(why) and why in "".join(said)
     again.controls = json.loads(again.controls_at.read_text())
     assert again.passes(test + "t") == (not why), "kept for the next run"
+    run.keep("", mutation, "killed", test + "t", 1, 1.0)
+    run.save()
+    third = Run([("", mutation)], Contexts(seconds={test + "t": 1.0}), tmp_path / "r.json", 1.0)
+    assert len(third.queue) == bool(why) and len(third.results) == (not why)
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -133,7 +133,7 @@ class Run:
         for folder, mutation in drawn:
             old = None if again else kept.get(version(mutation))
             listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
-            if old and not (listed and old.status != "killed") and old.status in ("killed", "equivalent"):
+            if old and old.status == "killed" and self.passes(old.by) is not False:
                 self.results[old.key] = old
                 self.prove(old.by)
             elif listed:
@@ -238,6 +238,10 @@ class Run:
             else f"status {outcome.status}"
         )
         killed = outcome.status is None or outcome.status < 0 or outcome.status in FAILED or outcome.status > 100
+        if killed and self.passes(by) is False:
+            # Meanwhile it failed without a change.
+            self.queue.append((folder, mutation, skip))
+            return None
         if not killed:
             by += f": {outcome.log[-500:]}"
         return self.keep(folder, mutation, "killed" if killed else "unsure", by, ran, outcome.wall)
