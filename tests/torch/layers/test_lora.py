@@ -17,8 +17,9 @@ from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.layers.around import OutputSpec
 from moe_core.specs import Activation, MoESpec
 from moe_core.specs.norm import NormSpec
-from moe_core.specs.operands import LoRAFactors, map_arrays
+from moe_core.specs.operands import ExpertWeights, LoRAFactors, TopK, map_arrays
 from moe_torch import ExpertsSpec, InvalidInput, LoRA, MoELayerSpec, Unsupported, trace
+from moe_torch.layers.lora.stages import LowRank, run_stages
 from tests.support.training.lora import PAIRS, Problem, draw, oracle
 from tests.support.training.lora_stages import STAGES
 
@@ -342,3 +343,20 @@ def test_traces_and_float64() -> None:
     with moe_torch.cpu_engine("reference"):
         wide = layer.double()(x.double())
     assert wide.dtype == torch.float64 and torch.allclose(wide.float(), y, atol=1e-5, rtol=1e-4)
+
+
+def test_low_rank_factors_of_experts_in_float64() -> None:
+    """As stage ops, with the numbers of the one operator."""
+    made = torch.Generator().manual_seed(0)
+    shapes = (5, 16), (3, 16, 24), (3, 12, 16), (5, 2), (3, 16, 16), (3, 16, 24), (3, 12, 16), (3, 16, 16)
+    x, gate_up, down, scores, *factors = (torch.randn(shape, generator=made) for shape in shapes)
+    low_rank, ids, spec = LowRank(*factors, scale=0.5), torch.arange(10, dtype=torch.int32).view(5, 2) % 3, MoESpec(OAI)
+    with moe_torch.cpu_engine("reference"):
+        wanted, wide = (
+            run_stages(
+                x.to(dtype), ExpertWeights(gate_up.to(dtype), down.to(dtype)), TopK(ids, scores.to(dtype)), spec,
+                low_rank=low_rank,
+            )
+            for dtype in (torch.float32, torch.float64)
+        )  # fmt: skip
+    torch.testing.assert_close(wide.float(), wanted, rtol=1e-4, atol=1e-4)
