@@ -139,5 +139,7 @@ def gathered(name: str, tensor: Any) -> np.ndarray:
         # Bytes: not every backend moves 8-bit floats.
         local = tensor.to_local()
         return to_numpy(shared_like(tensor, local.view(torch.uint8)).full_tensor().view(tensor.dtype))
+    if hasattr(tensor, "full_tensor"):
+        return to_numpy(tensor.full_tensor())
     require_plain(name, tensor)
-    return to_numpy(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+    return to_numpy(tensor)
