@@ -130,8 +130,9 @@ class LoRA:
                 f"factors must be pairs of {', '.join(shapes)}, the layer's targets, got {got}; pass these"
             )
         state = {name: one for name in ("scale", "ranks") if (one := getattr(factors, name)) is not None}
+        one_for_all = not set(present) - {"a_router", "b_router"}  # as files have those of a router alone
         for name, one in state.items():
-            if tuple(one.shape) != (num_experts,):
+            if tuple(one.shape) != (num_experts,) and not (one_for_all and tuple(one.shape) == (1,)):
                 raise InvalidInput(
                     f"factors.{name} must be [{num_experts}], one for each expert, got {list(one.shape)}; pass such "
                     "an array, or None"

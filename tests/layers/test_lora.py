@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def factors(rank: int = 3, **changed: tuple[int, ...] | None) -> LoRAFactors:
 def test_slots_and_scales() -> None:
     lora = LoRA(rank=3, alpha=6, slots=2, max_rank=17)
     shapes = {"a1": (2, 4, 8, 32), "b1": (2, 4, 32, 12), "a2": (2, 4, 6, 32), "b2": (2, 4, 32, 8)}
-    assert lora.shapes(layer()) == shapes and lora.rank_of(factors(), shapes) == 3
+    assert lora.shapes(layer()) == shapes and lora.rank_of(factors(), shapes, 4) == 3
     assert LoRA(1, targets=("down",), shared=True).shapes(layer()) == {"a2": (1, 1, 6, 16), "b2": (1, 1, 16, 8)}
     every, shared = LoRA(1, targets=tuple(TARGETS)), layer(shared_experts=SharedExpertsSpec(5))
     beyond = {"a_router": (8, 16), "b_router": (16, 4), "a1_shared": (8, 16), "b1_shared": (16, 10)}
@@ -66,13 +67,14 @@ def test_adapters_that_do_not_fit() -> None:
         (factors(b1=None), "factors must be pairs"),
         (factors(b2=(4, 3, 9)), "factors.b2 must be"),
         (factors(a1=(1, 8, 3)), "factors.a1 must be"),
-        (factors(rank=17), "factors.a1 must be"),
+        (factors(rank=4), "factors.a1 must be"),
+        (dataclasses.replace(factors(), scale=np.ones(1)), r"factors.scale must be \[4\], one for each expert, got"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            lora.rank_of(wrong, shapes)
-    assert lora.rank_of(factors(rank=4, a1=None, b1=None), shapes) == 4
+            lora.rank_of(wrong, shapes, 4)
+    assert lora.rank_of(factors(rank=2, a1=None, b1=None), shapes, 4) == 2
     with pytest.raises(InvalidInput, match="factors must be pairs"):
-        lora.rank_of(factors(), LoRA(rank=3, targets=("down",)).shapes(layer()))
+        lora.rank_of(factors(), LoRA(rank=3, targets=("down",)).shapes(layer()), 4)
     with pytest.raises(InvalidInput, match="slot must be"):
         lora.require_slot(1)
     with pytest.raises(InvalidInput, match="rank must be"):
