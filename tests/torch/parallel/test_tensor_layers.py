@@ -301,13 +301,14 @@ def test_gradients_beside_fsdp_are_means(request: Any, shape: tuple[int, int, in
             np.testing.assert_allclose(one[key], expected, 0, 1e-5 * np.abs(expected).max(), err_msg=key)
 
 
-QUANTISED = ("mxfp4_w4a16", "fp8_block", "fp8_channel", "int4_w4a16_zp", "int8_w8a16")
+#: Schemes by meshes of ranks. One is of unlike axes, so that none is taken for the other.
+QUANTISED = dict.fromkeys(("mxfp4_w4a16", "fp8_block", "int4_w4a16_zp", "int8_w8a16"), (2, 2)) | {"fp8_channel": (1, 4)}
 
 
-def quantised(group: Any, weights: LayerWeights, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    mesh = mesh_of(2, 2)
+def quantised(group: Any, weights: LayerWeights, kind: str, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+    mesh = mesh_of(*shape)
     layer = MoE.from_spec(weights.layer_spec(), device="meta", dtype=torch.bfloat16)
-    parallelize(layer, over(mesh), placement=placement_of(kind, layer.spec.num_experts, 2, 1))
+    parallelize(layer, over(mesh), placement=placement_of(kind, layer.spec.num_experts, shape[0], 1))
     layer.to_empty(device="cpu").load_weights(weights)
     own = weights_rows(weights)[mesh.get_rank() * 4 :][:4]
     with running_on("reference"), torch.no_grad():
@@ -325,12 +326,11 @@ def weights_rows(weights: LayerWeights) -> torch.Tensor:
 @pytest.mark.parametrize("scheme, kind", [*((one, "linear") for one in QUANTISED), ("mxfp4_w4a16", "round_robin")])
 def test_quantised_experts_are_split_by_groups(ranks: Pool, scheme: str, kind: str) -> None:
     weights, _ = quantized_weights(scheme, d_ff=256)
-    found = ranks.call(quantised, [(weights, kind)] * 4)
+    found = ranks.call(quantised, [(weights, kind, QUANTISED[scheme])] * 4)
     with running_on("reference"), torch.no_grad():
         expected = MoE.from_weights(weights)(weights_rows(weights)).float().numpy()
     y = np.concatenate([own for own, _ in found])
-    # A part and a slot are rounded once each to bfloat16, and their sum once more. A scale of each hidden row is a
-    # rank's own, of its slice.
+    # A part and a slot are rounded once each to bfloat16, and their sum once more. Scales of hidden rows are of slices.
     share = 2**-4 if scheme == "fp8_channel" else 2**-6
     np.testing.assert_allclose(y, expected, 0, share * np.abs(expected).max())
     for _, arrays in found:
