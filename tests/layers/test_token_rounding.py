@@ -40,7 +40,7 @@ def test_training_rounds_and_evaluation_does_not() -> None:
     x = torch.from_numpy(X)
     y, aux = layer(x, return_aux=True)
     sizes = np.bincount(aux.ids[aux.ids >= 0], minlength=E)
-    assert aux.ids.shape == (T, 2 * K) and not (sizes % 16).any()
+    assert aux.ids.shape == (T, 2 * K) and not (sizes % 16).any() and aux.invalid_ids.tolist() == [0]
     wanted, plain_aux = plain(x, return_aux=True)
     assert torch.equal(aux.tokens_per_expert, plain_aux.tokens_per_expert) and (aux.tokens_per_expert % 16).any()
     assert aux.load_balance_loss == plain_aux.load_balance_loss and not torch.equal(y, wanted)
@@ -58,7 +58,9 @@ def test_flax_layers_evaluate_without_rounding() -> None:
     own.eval()
     np.testing.assert_allclose(np.asarray(own(x)), wanted, atol=1e-6)
     own.train()
-    np.testing.assert_allclose(np.asarray(own(x)), rounded, atol=1e-6)
+    found, aux = own(x, return_aux=True)
+    np.testing.assert_allclose(np.asarray(found), rounded, atol=1e-6)
+    assert aux.invalid_ids.tolist() == [0]
     linen = moe_jax.linen.MoE.from_spec(ROUNDED)
     found = linen.clone(token_rounding=None).apply(linen.load_weights(weights), x)
     np.testing.assert_allclose(np.asarray(found), wanted, atol=1e-6)
