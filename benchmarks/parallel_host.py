@@ -3,7 +3,8 @@
     python -m benchmarks.parallel_host [--tokens 128,4096] [--turns 200] [--output record.json]
 
 `moe` without ranks is measured beside calls across ranks, by turns, and a loop in Python before each: it shows how fast
-the core is. Nothing else should run on the machine. Parity comes first, as in benchmarks.parallel.
+the core is. Each round stays on the core that is fastest then. Nothing else should run on the machine. Parity comes
+first, as in benchmarks.parallel.
 """
 
 from __future__ import annotations
@@ -62,6 +63,15 @@ def python_us() -> float:
     return (time.perf_counter_ns() - start) / 1e3
 
 
+def stay_on_the_fastest(cores: set[int]) -> None:
+    """Let this thread stay on one of some cores, where others do not slow Python down now."""
+    times = {}
+    for core in cores:
+        os.sched_setaffinity(0, {core})
+        times[core] = statistics.median(python_us() for _ in range(300))
+    os.sched_setaffinity(0, {min(cores, key=lambda core: times[core])})
+
+
 def row_us(call: Callable[[], Any]) -> float:
     """Microseconds of the device for one of some calls in a row."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,8 +122,8 @@ def idle_of(spans: list[tuple[float, float, str]]) -> dict[str, float]:
     return dict(zip(("idle_us", "busy_us", "launches"), medians, strict=True))
 
 
-def measure(bench: Bench, cell: Cell, turns: int) -> list[dict[str, Any]]:
-    """A row of `moe` without ranks, and one of the call across ranks."""
+def measure(bench: Bench, cell: Cell, turns: int, cores: set[int]) -> list[dict[str, Any]]:
+    """A row of `moe` without ranks, and one of the call across ranks. cores: to choose from, empty: none is chosen."""
     bench.take(cell.shape)
     problem = _Problem(bench, cell)
     calls = {"none": problem.alone, cell.mode: problem.together}
@@ -125,6 +135,8 @@ def measure(bench: Bench, cell: Cell, turns: int) -> list[dict[str, Any]]:
     rows = [{**cell.named, "mode": mode, "host_us": [], "row_us": [], "python_us": []} for mode in calls]
     wait = torch.cuda.synchronize if bench.is_gpu else lambda: None
     for _ in range(_ROUNDS):
+        if cores:
+            stay_on_the_fastest(cores)
         for row, call in zip(rows, calls.values(), strict=True):
             row["python_us"].append(statistics.median(python_us() for _ in range(turns)))
             row["host_us"].append(host_us(call, turns, wait))
@@ -152,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ahead.start()
         ahead.join()
     record: dict[str, Any] = {"provenance": provenance("benchmarks.parallel_host"), "rows": []}
-    setting = Setting(1, options.device, 0, 0.0, 60.0)
+    setting, cores = Setting(1, options.device, 0, 0.0, 60.0), set[int]()
+    if options.device == "cuda":
+        cores = os.sched_getaffinity(0)
     # torch does not export all of what it documents.
     store: Any = importlib.import_module("torch.distributed").HashStore()
     with joined(setting, 0, store=store, rank=0, world_size=1) as bench, torch.no_grad():
@@ -160,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.disable()
         try:
             for cell in cells:
-                record["rows"] += measure(bench, cell, options.turns)
+                record["rows"] += measure(bench, cell, options.turns, cores)
                 print(*record["rows"][-2:], sep="\n", flush=True)
                 write_record(options.output, record)
         finally:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_core.parallel.header import CALLS
 from moe_torch.parallel.calls import joined
 from moe_torch.parallel.calls.known import Step
-from moe_torch.parallel.exchange import placement_tables
+from moe_torch.parallel.exchange import header_rows, kept
 from moe_torch.parallel.group import Ranks, Way
 from moe_torch.parallel.owner import Results
 from moe_torch.parallel.route import ExchangeCall
@@ -69,7 +70,9 @@ class Blocks(RoutesPlanner):
         if len(found) == len(keys):
             parts = [one if isinstance(one, Step) else Step.plain(one) for one in found]
             step, ends = joined.joined(parts, _LINKS, _RESULTS, _CHANGING)
-            steps.put(joined.KEY, _Again(step, ends[1], ends[4]))
+            headers = header_rows(self.plan.header, self.call.layer, operands.ids.device)
+            constants = operands.places_of_experts, operands.start, *headers
+            steps.put(joined.KEY, _Again(step, ends[1], ends[4], constants))
 
 
 def _overflow(ranks: Ranks, counted: torch.Tensor) -> torch.Tensor:
@@ -77,18 +80,21 @@ def _overflow(ranks: Ranks, counted: torch.Tensor) -> torch.Tensor:
 
 
 class _Again(NamedTuple):
-    """sent, computed: launches before rows leave, and before results do."""
+    """sent, computed: launches before rows leave, and before results do. constants: two tables of the placement, and
+    `header_rows`."""
 
     step: Step
     sent: int
     computed: int
+    constants: tuple[torch.Tensor, ...]
 
     def run(self, call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
         """See `joined.run_again`."""
         step, ranks, x, ids, weights = self.step, call.ranks, brought.x, brought.ids, brought.weights
-        if not (ids.is_contiguous() and weights.is_contiguous()):
+        number = 2 + call.layer * CALLS + call.number % CALLS
+        if number >= len(self.constants) or not (ids.is_contiguous() and weights.is_contiguous()):
             return None
-        given = ids, weights, *placement_tables(call.plan.placement, x.device), call.header(x.device), *[x] * 4
+        given = ids, weights, *kept(self.constants, x.device)[:2], self.constants[number], *[x] * 4
         # What comes stands behind x until it has memory.
         begun = step.ready.begin(step.change(step.pointers(tensors), *[one.data_ptr() for one in given]))
         invalid_ids, tokens_per_expert, counted, message, rows, spoilt, results, received, output = begun.outputs

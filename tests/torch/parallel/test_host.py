@@ -21,13 +21,15 @@ from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.header import CALLS
 from moe_core.plan.steps import KernelLaunch
-from moe_core.specs.operands import TopK
+from moe_core.specs.operands import MoEOperands, TopK
 from moe_torch.bridge.operator import Operator
 from moe_torch.operators import routes as operators
 from moe_torch.parallel import ExpertParallel, routes
 from moe_torch.parallel import moe as parallel_moe
 from moe_torch.parallel.calls import joined, known
+from moe_torch.parallel.calls.compiled import Calls
 from moe_torch.parallel.calls.known import Call, Step
+from moe_torch.parallel.forward import exchanged
 from moe_torch.parallel.group import Ranks
 from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.symmetric import Symmetric
@@ -134,16 +136,15 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
 
 
 def disagreements(group: Any, problem: Problem) -> list[bool]:
-    """Of like calls with blocks: all NaN, once a rank's header is another one."""
-    rank, found, real = torch.distributed.get_rank(group), [], ExchangeCall.header
-    own = problem.ranks()[rank]
-    placed: Any = {"parallel": ExpertParallel(group, ExchangeSpec("padded")), "placement": problem.placement}
+    """Of like calls with blocks: all NaN, once a rank counts another number of calls."""
+    rank, found = torch.distributed.get_rank(group), []
+    own, parallel = problem.ranks()[rank], ExpertParallel(group, ExchangeSpec("padded"))
     with running_on("reference"), torch.no_grad(), mock.patch.object(joined, "DEVICES", {"cpu"}):
         x, experts, routing = to_torch((own.x, own.experts, own.routing))
         for turn in range(4):
-            more = rank * (turn == 3)
-            with mock.patch.object(ExchangeCall, "header", lambda self, device, more=more: real(self, device) + more):
-                output = parallel_moe(x, experts, routing, problem.spec, **placed).output
+            calls, operands = Calls(), MoEOperands(x, experts, routing, None)
+            calls.number = rank * (turn == 3)
+            output = exchanged(operands, problem.spec, parallel, problem.placement, calls).output
             found.append(bool(output.isnan().all()))
     return found
 
