@@ -106,6 +106,8 @@ class RoutingTrace:
         first: Any = next(iter(routed_experts), None) if isinstance(routed_experts, (list, tuple)) else None
         several = isinstance(first, (str, bytes)) or getattr(first, "ndim", 0) == 3
         sequences = [_engine_ids(one, shape) for one in (routed_experts if several else [routed_experts])]
+        if len(shapes := {one.shape[1:] for one in sequences}) > 1:
+            raise InvalidInput(f"routed_experts must be of one model, got layers and top_k {shapes}; pass such arrays")
         ids = np.concatenate([_filled_up(one, num_tokens) for one in sequences])
         chosen = range(ids.shape[1]) if layers is None else layers
         for layer in chosen:

@@ -299,10 +299,10 @@ class _Arrays:
         return ids
 
     def arange(self, count: int, like: Array) -> jax.Array:
-        return jnp.arange(count, dtype=jnp.uint32)
+        return jnp.arange(count, dtype=like.dtype)
 
     def kept(self, shape: tuple[int, int], seed: Array, dropout: Dropout) -> jax.Array:
-        rows, columns = (self.arange(count, seed) for count in shape)
+        rows, columns = (jnp.arange(count, dtype=jnp.uint32) for count in shape)
         word = jax.lax.bitcast_convert_type(seed, jnp.uint32)
         return dropout_mask(rows, columns, word, dropout, np.uint32)
 

@@ -198,7 +198,7 @@ def settings_of(config: Any) -> Mapping[str, Any]:
         if not path.exists():
             raise InvalidInput(f"config must be a config.json or a directory with one, got {path}; correct the path")
         return read_json(path, _MOST_CONFIG_BYTES)
-    if hasattr(config, "to_dict"):
+    if hasattr(config, "to_dict") and not isinstance(config, type):
         config = config.to_dict()
     if not isinstance(config, Mapping):
         raise InvalidInput(

@@ -65,8 +65,13 @@ def _rename(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> No
 def _accept(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *errors: list[str]) -> None:
     for array in layer.block_arrays:
         names = [prefix + name for name in array.names]
-        if not all(name in state for name in names) or prefix + array.name in state:
+        given = [name for name in names if name in state]
+        if not given or prefix + array.name in state:
             continue
+        if given != names:  # one of gate and up, as a shard of a file holds it
+            held = array.split(layer._tensors()[array.name].detach())
+            state |= {name: part for name, part in zip(names, held, strict=True) if name not in state}
+            errors[0].extend(name for name in names if name not in given)
         wrong = [name for name in names if tuple(state[name].shape) != array.shape]
         for name in wrong:
             errors[2].append(

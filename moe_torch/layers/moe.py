@@ -35,11 +35,10 @@ from moe_torch.layers.parameters import (
     has_own_call,
     is_gathered,
     own_part,
-    unmerged,
 )
 from moe_torch.layers.plans import PlannedLayer
 from moe_torch.layers.routing import given_ids, like_x, mask_of_tokens, run_stages
-from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer
+from moe_torch.layers.weights import copy_weights, gathered, hold, placed_tensors, require_same_layer, unmerged
 from moe_torch.operators import table as operators
 from moe_torch.operators.table import MOE_QUANTIZED
 

@@ -199,7 +199,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         scale = self.expert_scale
         if scale is None:
             return weights
-        require_same_device("router.expert_scale", scale, "x", weights)
+        _require_here("router.expert_scale", scale, weights)
         scale = at_least_float32(scale)
         rows = ops.router(scale.new_zeros(ids.shape[0], 1), scale.new_zeros(1, scale.shape[0]), bias=scale)
         return weights * rows.gather(1, ids.clamp(min=0).long())
@@ -257,13 +257,9 @@ class ExpertParameters(ParameterGroup):
     ) -> torch.Tensor:
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         routing = TopK(ids, weights.weights if isinstance(weights, Uncast) else weights)
-        if low_rank is not None and self.exchange is not None:
-            raise Unsupported(
-                "experts on several ranks take no adapters of PEFT, got some; train them on one device, or merge them"
-            )
         x, operands = autocast(x), self.operands()
         if norm is not None:
-            require_same_device("output.norm", norm, "x", x)
+            _require_here("output.norm", norm, x)
         if norm is None and low_rank is None:
             return self.moe(x, operands, routing, spec).output
         return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))
@@ -271,6 +267,14 @@ class ExpertParameters(ParameterGroup):
     def _norm_by(self, norm: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         spec = self.layer_spec.norm_of_experts
         return None if norm is None or spec is None else lambda slots: ops.rms_norm(slots, norm, spec)
+
+
+def _require_here(name: str, array: Any, x: torch.Tensor) -> None:
+    """Refuse an array that a wrapper gathers or loads for its part's own call alone."""
+    if hasattr(array, "device_mesh"):
+        part = name.partition(".")[0]
+        raise Unsupported(f"{name} must be whole outside of layer.{part}, got a shard; call fully_shard on the layer")
+    require_same_device(name, array, "x", x)
 
 
 class SharedParameters(ParameterGroup):
@@ -333,12 +337,6 @@ def own_part(part: Any, name: str) -> Any:
         f"layer.{name} must be the layer's own module or a wrapper that holds it, got {type(part).__name__}; wrap the "
         "module instead of replacing it"
     )
-
-
-def unmerged(part: torch.nn.Module) -> bool:
-    """Return True if adapters of PEFT change what the part's arrays give."""
-    tuned: list[Any] = [module for module in part.modules() if hasattr(module, "merged")]
-    return any(one.active_adapters and not (one.merged or one.disable_adapters) for one in tuned)
 
 
 class PrepackedExperts(torch.nn.Module):

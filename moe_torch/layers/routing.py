@@ -19,6 +19,7 @@ from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.parameters import Uncast, has_own_call, is_gathered, own_part
+from moe_torch.layers.weights import unmerged
 from moe_torch.operators.beyond import ARRAYS
 from moe_torch.operators.kinds import as_int32
 
@@ -85,6 +86,10 @@ def run_stages(
             entering = layer.before(entering)
         # Units of `fully_shard` cast tensors that they are called with.
         uncast = Uncast(weights) if is_gathered(experts) else weights
+        if has_own_call(experts) and own_part(experts, "experts").exchange is not None and unmerged(experts):
+            raise Unsupported(
+                "experts on several ranks take no adapters of PEFT, got some; train them on one device, or merge them"
+            )
         if not adapters.experts:
             output = experts(entering, kept, uncast, *norm)
         else:

@@ -64,6 +64,12 @@ def require_same_layer(spec: MoELayerSpec, weights: LayerWeights) -> None:
             )
 
 
+def unmerged(part: torch.nn.Module) -> bool:
+    """Return True if adapters of PEFT change what the part's arrays give."""
+    tuned: list[Any] = [module for module in part.modules() if hasattr(module, "merged")]
+    return any(one.active_adapters and not (one.merged or one.disable_adapters) for one in tuned)
+
+
 def copy_weights(weights: LayerWeights, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
     parts = list(placements(weights, storage))
     for name, _, array in parts:

@@ -16,6 +16,7 @@ import moe_jax
 from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.formats import scheme_named
 from moe_core.layers.around import OutputSpec
+from moe_core.layers.lora import TARGETS
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors
 from moe_jax import LoRA
@@ -246,6 +247,15 @@ def test_layers_in_stages(name: str) -> None:
     )(layer)
     assert all(np.abs(one[:2]).sum() > 0 and not one[2].any() for one in jax.tree.leaves(gradients))
     assert "d_lora.b2" in str(layer.explain(33, training=True))
+
+
+def test_strict_promotion_of_dtypes() -> None:
+    """Of every target, with a mask of dropout."""
+    with jax.numpy_dtype_promotion("strict"):
+        layer = make(LoRA(rank=4, targets=tuple(TARGETS), dropout=0.5), shared_experts=SharedExpertsSpec(8))
+        only = nnx.DiffState(0, nnx.LoRAParam)
+        gradients = nnx.grad(lambda layer: jnp.square(layer(X)).sum(), argnums=only)(layer)
+    assert len(jax.tree.leaves(gradients)) == 2 * len(TARGETS)
 
 
 def test_plans_name_adapters() -> None:

@@ -220,6 +220,7 @@ def test_presets_from_files_and_objects(tmp_path: Any) -> None:
         ({"model_type": "bert"}, Unsupported, "model_type of config must be one of the .* got 'bert'"),
         ({}, Unsupported, "model_type of config must be one of"),
         (3, InvalidInput, "config must be a dict, a config object with to_dict or a path, got int"),
+        (type("Config", (), {"to_dict": lambda self: {}}), InvalidInput, "config must be a dict, .* got type; pass"),
         ("nowhere/config.json", InvalidInput, "config must be a config.json or a directory with one"),
         ({"model_type": "mixtral"}, InvalidInput, "config.json must give num_hidden_layers"),
         (CONFIGS["llama4_text"] | {"num_experts_per_tok": 2}, InvalidInput, "top_k must be 1 with apply_router_weight"),

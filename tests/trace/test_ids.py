@@ -83,6 +83,7 @@ def test_what_engines_return() -> None:
         (npy(np.array([{}], object)), {}, "base64 of a .npy file"),
         ([[[1]], [[1, 2]]], {}, "base64 of a .npy file"),
         ([], {}, r"got float64\[0\]"),
+        ([np.zeros((2, 1, 1), int), np.zeros((2, 2, 1), int)], {}, "must be of one model, got layers and top_k"),
         (np.zeros((2, 1, 1), np.int32), {"num_tokens": 1}, "num_tokens must be an integer of at least 2, got 1"),
         (np.zeros((2, 1, 1), np.int32), {"layers": [1]}, "layers must be below 1, got 1"),
         (np.full((2, 1, 1), 8, np.uint8), {}, r"ids of layer 0 must be in \[-1, 8\)"),

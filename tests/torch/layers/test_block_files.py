@@ -102,8 +102,14 @@ def test_arrays_that_do_not_fit_are_named() -> None:
     with pytest.raises(RuntimeError, match=rf"{name} must be \[16, 32\], got \[15, 32\]; load the state of this model"):
         model.load_state_dict({**state, name: state[name][:-1]}, strict=False)
     del state[name]
-    with pytest.raises(RuntimeError, match=r"Missing key.*shared_experts.gate_up"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*shared_expert.up_proj"):
         model.load_state_dict(state)
+    # One of two tensors, as a shard of a file holds it.
+    gate, before = name.replace("up_proj", "gate_proj"), model.state_dict()
+    report = model.load_state_dict({gate: before[gate] + 1}, strict=False)
+    assert name in report.missing_keys and not report.unexpected_keys
+    require_equal(model.state_dict()[gate], before[gate] + 1, gate)
+    require_equal(model.state_dict()[name], before[name], name)
 
 
 def test_distributed_checkpoints_take_the_names_of_the_layer() -> None:

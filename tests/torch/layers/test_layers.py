@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_torch
-from moe_core.errors import InvalidInput
+from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import LayerWeights, MoELayerSpec, OutputSpec, convert_weights
 from moe_core.ops.moe.reference.forward import moe_stages
 from moe_core.ops.routing.reference_backward import router_losses, router_losses_backward
@@ -360,6 +360,11 @@ def test_offloaded_arrays_of_a_stage_name_the_fix() -> None:
         layer = MoE.from_spec(MoELayerSpec(D, F, E, K, **options))
         part, name = path.split(".")
         module: Any = layer.get_submodule(part)
+        getattr(module, name).device_mesh = "of fully_shard"
+        with pytest.raises(
+            Unsupported, match=rf"{path} must be whole outside of layer.{part}, got a shard; call fully"
+        ):
+            layer(torch.randn(3, D))
         setattr(module, name, torch.nn.Parameter(getattr(module, name).to("meta")))
         with pytest.raises(InvalidInput, match=rf"{path} must be on cpu like x, got meta; .*preload_module_classes="):
             layer(torch.randn(3, D))
