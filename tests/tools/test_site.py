@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +124,14 @@ def test_links_are_written_anew_and_broken_ones_found() -> None:
 def test_linked_files_come_along() -> None:
     page = "[a](../../benchmarks/results/forward-h200.json) [b](layers.md) [c](../../examples/torch_layer.py)"
     assert linked_files("docs/user/performance.md", page) == {"benchmarks/results/forward-h200.json"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """Reading the messages of all packages takes a second, and the command does it, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "messages", functools.cache(errors.messages))
+        yield
 
 
 @pytest.fixture(scope="module")
