@@ -95,8 +95,9 @@ def test_both_biases_enter() -> None:
         config = modular.FusedMoEQuantConfig(w1_bias=biases[0], w2_bias=biases[1])
         options: dict[str, Any] = {"quant_config": config, "weight_layout": "out_in"}
         expected = modular.fused_experts(*arguments, **options)
-        found = modular.unfused_experts(*arguments, **options)
-        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
+        for run in (modular.unfused_experts, batched):
+            found = run(*arguments, **options)
+            np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_finalize_weights_and_reduces_slots() -> None:

@@ -11,6 +11,7 @@ import torch
 import moe_torch
 from moe_core.layers import ExpertsSpec, MoELayerSpec, SharedExpertsSpec
 from moe_torch import Activation, ExpertWeights, InvalidInput, MoE, MoESpec, RouterSpec, RouterWeights, Unsupported
+from moe_torch.layers.lora.stages import LowRank, run_stages
 from tests.support.torch import running_on
 
 T, D, F, E, K, S = 3, 4, 3, 6, 2, 2
@@ -55,6 +56,21 @@ def test_everything_is_computed_in_float64() -> None:
                 slots.append(y * chosen[token, k] * math.pi)
     torch.testing.assert_close(found.output, torch.stack(slots).view(T, K, D).sum(1), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(found.weights, chosen * math.pi, rtol=1e-13, atol=0)
+
+
+def test_low_rank_factors_of_separate_matrices_are_those_of_float32() -> None:
+    """Stages against one call."""
+    spec = MoESpec(Activation("silu", gate_layout="separate"))
+    weights = {"gate_up": draw(E, D, F), "up": draw(E, D, F, seed=1), "down": draw(E, F, D)}
+    weights |= {"gate_up_bias": draw(E, F), "up_bias": draw(E, F, seed=1), "down_bias": draw(E, D)}
+    factors = {"a1": draw(E, D, 16), "b1": draw(E, 16, 2 * F), "a2": draw(E, F, 16), "b2": draw(E, 16, D)}
+    ids, found = torch.arange(T * K, dtype=torch.int32).view(T, K), []
+    for dtype in (torch.float64, torch.float32):
+        experts, low_rank = ({name: one.detach().to(dtype) for name, one in all.items()} for all in (weights, factors))
+        routing = moe_torch.TopK(ids, draw(T, K).detach().to(dtype))
+        x = draw(T, D).detach().to(dtype)
+        found.append(run_stages(x, ExpertWeights(**experts), routing, spec, low_rank=LowRank(**low_rank, scale=0.5)))
+    torch.testing.assert_close(found[0].float(), found[1], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_refused() -> None:

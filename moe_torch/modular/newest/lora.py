@@ -128,9 +128,9 @@ def _columns(slices: int, width: int, gate_layout: str | None) -> list[slice]:
 def _joined(arrays: tuple[Any, Any], gate_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """One A and B of gate's and up's: ranks behind one another, B with zeros elsewhere."""
     a, b = torch.cat(arrays[0], dim=2), arrays[1]
-    width, (slots, experts, _, rank) = 2 * b[0].shape[2], b[0].shape
-    whole = b[0].new_zeros(slots, experts, width, 2 * rank)
-    for number, columns in enumerate(_columns(2, width, gate_layout)):
+    slots, experts, half, rank = b[0].shape
+    whole = b[0].new_zeros(slots, experts, 2 * half, 2 * rank)
+    for number, columns in enumerate(_columns(2, 2 * half, gate_layout)):
         whole[:, :, columns, number * rank : (number + 1) * rank] = b[number]
     return a, whole
 
