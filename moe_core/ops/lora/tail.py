@@ -9,8 +9,7 @@ from moe_core.ops.lora.adapters import Adapters, adapter_inputs
 from moe_core.plan import Argument, PlanBuilder, passed
 from moe_core.specs.tile import TileConfig
 
-#: Ranks of a step. More than the fewest spill in tiles of more rows, or of more columns of the factor for 4 warps: the
-#: factor is loaded in its dtype, and the sums are held twice.
+#: Ranks of a step. More than the fewest spill in tiles of more rows, or of more columns of the factor for 4 warps.
 _BLOCKS_R, _MOST_ROWS, _MOST_COLUMNS = (64, 32, 16), 32, 128
 #: Names of a product's further inputs, after `tail.`.
 INPUTS = ("low", "factor", "virtual_start", "ranks", "seed")

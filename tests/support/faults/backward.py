@@ -246,7 +246,8 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
     "lora.kernels.tail": (
         OpFault("group = expert * (tail.SLOTS + 1) + 1 + adapter", "group = expert * (tail.SLOTS + 1) + adapter"),
         OpFault("tail.ranks + adapter * tail.NUM_EXPERTS + expert", "tail.ranks + expert"),
-        OpFault("total = tl.where(mine[None, :] if TURNED else mine[:, None], part, total)", "total = part"),
+        OpFault("mine = exists & (rows >= first) & (rows < end)", "mine = exists"),
+        OpFault('total = tl.where(spoiled, float("nan"), part)', "total = part"),
         OpFault("other=2147483647) <= high_row", "other=2147483647) < high_row"),
     ),
 }

@@ -23,15 +23,15 @@ def add_tail(
 ):  # fmt: skip
     """Return fp32 sums `[rows, columns]` of an expert, continued by its adapters' steps, ranks ascending.
 
-    Each row keeps only the sums of its adapter, so that others, even inf or NaN, change none of its bits. TURNED: sums
-    are `[columns, rows]`, without dropout. DRAINED: see `multiply`.
+    Rows of others multiply by zero, so infinite or NaN elements of a factor are left out, and their columns become NaN
+    in the adapter's rows alone. TURNED: sums are `[columns, rows]`, without dropout. DRAINED: see `multiply`.
     """
     tl.static_assert(not TURNED or tail.THRESHOLD == 0)
     low_row = tl.min(tl.where(exists, rows, 2147483647), axis=0)
     high_row = tl.max(tl.where(exists, rows, -1), axis=0)
     begin, end_of_adapters = 0, tail.SLOTS
     if tail.SLOTS > 1 and rows.shape[0] <= 32:
-        # Adapters of an expert ascend along its rows: only a few neighbours have rows of a low block. Tall ones spill.
+        # Adapters of an expert ascend along its rows: only a few neighbours have rows of a block.
         begin = low_row * 0
         end_of_adapters = begin
         for chunk in range(0, tail.SLOTS, 16):
@@ -51,7 +51,7 @@ def add_tail(
         mine = exists & (rows >= first) & (rows < end)
         matrix = tail.factor + tl.cast(adapter, tl.int64) * tail.SLOT_STRIDE
         matrix += tl.cast(expert, tl.int64) * tail.EXPERT_STRIDE
-        part = total
+        part, wild = total, tl.zeros(columns.shape, dtype=tl.int32)
         if tail.THRESHOLD > 0:
             part = tl.zeros(total.shape, dtype=tl.float32)
         for step in range(steps):
@@ -60,6 +60,7 @@ def add_tail(
                 low = tl.load(tail.low + rows[None, :] * tail.RANK + r[:, None], mask=mine[None, :], other=0.0)
                 pointers = matrix + r[None, :] * tail.R_STRIDE + columns[:, None] * tail.N_STRIDE
                 factor = tl.load(pointers, mask=(r < rank)[None, :] & inside[:, None], other=0.0).to(low.dtype)
+                factor, wild = tamed(factor, wild, 1)
                 part = tl.dot(factor, low, part, input_precision=INPUT_PRECISION)
                 if DRAINED:
                     part = drained(part)
@@ -67,9 +68,19 @@ def add_tail(
                 low = tl.load(tail.low + rows[:, None] * tail.RANK + r[None, :], mask=mine[:, None], other=0.0)
                 pointers = matrix + r[:, None] * tail.R_STRIDE + columns[None, :] * tail.N_STRIDE
                 factor = tl.load(pointers, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(low.dtype)
+                factor, wild = tamed(factor, wild, 0)
                 part = tl.dot(low, factor, part, input_precision=INPUT_PRECISION)
+        spoiled = mine[None, :] & (wild > 0)[:, None] if TURNED else mine[:, None] & (wild > 0)[None, :]
         if tail.THRESHOLD > 0:
             index = slots // TOP_K if tail.MASKED == "token" else slots
-            part = total + tl.where(kept(tail.seed, index, columns, tail.THRESHOLD, tail.SALT), part, 0.0)
-        total = tl.where(mine[None, :] if TURNED else mine[:, None], part, total)
+            kept_here = kept(tail.seed, index, columns, tail.THRESHOLD, tail.SALT)
+            part, spoiled = total + tl.where(kept_here, part, 0.0), spoiled & kept_here
+        total = tl.where(spoiled, float("nan"), part)
     return total
+
+
+@triton.jit
+def tamed(factor, wild, RANKS: tl.constexpr):
+    """Return (factor with zeros for what is no finite number, wild with their columns). RANKS: the axis of ranks."""
+    finite = factor.to(tl.float32) * 0.0 == 0.0
+    return tl.where(finite, factor, 0.0), tl.maximum(wild, tl.max((finite == 0).to(tl.int32), axis=RANKS))

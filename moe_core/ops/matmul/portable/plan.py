@@ -42,7 +42,7 @@ class _Portable(Family):
     def tile(self, problem: MatmulProblem) -> TileConfig:
         config = _fixed(problem) if problem.batch_invariant or not problem.target.on_gpu else _by_rows(problem)
         if problem.tail is not None and not problem.gated and config.block_m * config.block_n >= 128 * 256:
-            # A tail holds the sums twice.
+            # A tail takes registers beside the sums.
             config = dataclasses.replace(config, block_n=config.block_n // 2)
         block_n, block_k = min(config.block_n, padded(problem.n)), min(config.block_k, padded(problem.d))
         config = dataclasses.replace(config, block_n=block_n, block_k=block_k)

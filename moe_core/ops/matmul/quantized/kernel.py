@@ -307,14 +307,9 @@ def matmul_quantized(
             TAIL_BLOCK_R,
         )  # fmt: skip
         tail_columns = n + side * N if GATE_LAYOUT == "separate" else n
-        # Tall tiles would spill.
-        TURNED: tl.constexpr = BLOCK_M <= 32
-        sums_so_far = total if TURNED else tl.trans(total)
-        sums_so_far = add_tail(
-            sums_so_far, rows, slots, exists, expert, tail_columns, column_exists, tail, TOP_K, INPUT_PRECISION, TURNED,
-            DRAINED,
-        )  # fmt: skip
-        total = sums_so_far if TURNED else tl.trans(sums_so_far)
+        total = add_tail(
+            total, rows, slots, exists, expert, tail_columns, column_exists, tail, TOP_K, INPUT_PRECISION, True, DRAINED
+        )
 
     total = add_bias(
         total, bias, up_bias, layer_number, expert, n, side, column_exists, WEIGHT_N, BIAS_LAYER_STRIDE,
