@@ -107,7 +107,7 @@ def _launch(
     if slots <= SLOTS_AT_ONCE[target.engine]:
         builder.note(f"{slots} slots: one launch, every program counts all slots")
         num_warps, block = expert_warps(padded(groups, 32), 4), 128 if target.on_gpu else 64
-        programs = max(1, -(-slots // block))
+        programs = max(1, -(-slots // block)) + 3
         builder.scratch("block_counts", ArraySpec((2 * programs, groups), "int32"))
         tail |= passed(BLOCK_FILL=128 * num_warps, BLOCK_S=block, CHUNK=256 if target.on_gpu else 64, PDL=None)
         arguments = read | builder.pointers("block_counts") | starts | outputs | counts | sizes | tail

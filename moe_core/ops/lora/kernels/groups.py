@@ -101,21 +101,18 @@ def layout_at_once(
     GROUPS: tl.constexpr, EXPERTS: tl.constexpr, PRESENT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_FILL: tl.constexpr,
     BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Make the whole layout. Each program counts all slots and places a block of BLOCK_S, as the layout of experts.
-    block_counts int32 `[2 programs, groups]`: each program's counts of all slots and of those ahead of its block. A
-    histogram of 2048 groups takes 20 us, atomics take 2."""
+    """Make the whole layout. Each program counts all slots. The last three write the virtual schedule, the experts'
+    groups, and invalid ids, the others place a block of BLOCK_S each, as the layout of experts. block_counts int32
+    `[2 programs, groups]`: each program's counts of all slots and of those ahead of its block. A histogram of 2048
+    groups takes 20 us, atomics take 2."""
     join(PDL)
     adapters = Adapters(adapter_ids, ranks, NUM_EXPERTS, SLOTS, TOP_K, NUM_GLOBAL, PRESENT, BLOCK_E)
     groups = Groups(
-        virtual_sizes, virtual_start, slot_of_row, row_of_slot, invalid_ids, virtual_schedule, None, tile_counters,
-        None, num_slots, virtual_blocks, 0, None, NUM_EXPERTS * (SLOTS + 1), 1, COUNTERS, BLOCK_M, 1, GROUPS, 1,
-        BLOCK_FILL,
-    )  # fmt: skip
-    merged = Merged(
-        group_sizes, group_start, schedule_0, schedule_1, max_blocks_0, max_blocks_1, NUM_EXPERTS, SLOTS, EXPERTS,
-        BLOCK_M_0, BLOCK_M_1, BLOCK_FILL,
+        virtual_sizes, virtual_start, slot_of_row, row_of_slot, invalid_ids, None, None, tile_counters, None, num_slots,
+        virtual_blocks, 0, None, NUM_EXPERTS * (SLOTS + 1), 1, COUNTERS, BLOCK_M, 1, GROUPS, 1, BLOCK_FILL,
     )  # fmt: skip
     program, block = tl.program_id(0), tl.program_id(0) * BLOCK_S
+    placing = tl.num_programs(0) - 3
     NUM_GROUPS: tl.constexpr = NUM_EXPERTS * (SLOTS + 1)
     which = tl.arange(0, GROUPS)
     exists = which < NUM_GROUPS
@@ -135,22 +132,31 @@ def layout_at_once(
     tl.debug_barrier()
     # Atomics pass by the L1 cache.
     counted = tl.load(totals + which, mask=exists, other=0, cache_modifier=".cg")
-    if program == 0:
+    if program == placing + 2:
         present = present_adapters(adapters)
         for chunk in range(0, num_slots, CHUNK):
             wrong += missing_adapters(token_mask, adapters, present, chunk + tl.arange(0, CHUNK), num_slots)
-        write_virtual_sizes(counted, groups)
         tl.store(invalid_ids, tl.sum(wrong, axis=0))
-    starts = write_groups(counted, groups, program, tl.num_programs(0))
-    write_merged(counted, starts, merged, program, tl.num_programs(0))
-    slots = block + tl.arange(0, BLOCK_S)
-    local, _ = virtual_experts(ids, expert_map, token_mask, adapters, slots, num_slots)
-    ahead = tl.load(before + tl.where(local >= 0, local, 0), mask=local >= 0, other=0, cache_modifier=".cg")
-    inside = slots < num_slots
-    place_slots(slots, inside, local, ahead + earlier_alike(local), starts, groups)
-    if given_weights is not None:
-        weights = tl.load(given_weights + slots, mask=inside, other=0.0)
-        tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
+    elif program == placing + 1:
+        merged = Merged(
+            group_sizes, group_start, schedule_0, schedule_1, max_blocks_0, max_blocks_1, NUM_EXPERTS, SLOTS, EXPERTS,
+            BLOCK_M_0, BLOCK_M_1, BLOCK_FILL,
+        )  # fmt: skip
+        write_merged(counted, tl.cumsum(counted, axis=0) - counted, merged, program * 0, program * 0 + 1)
+    elif program == placing:
+        write_schedule(counted, virtual_schedule, virtual_blocks, program * 0, program * 0 + 1, BLOCK_M, BLOCK_FILL)
+    else:
+        if program == 0:
+            write_virtual_sizes(counted, groups)
+        starts = write_groups(counted, groups, program, placing)
+        slots = block + tl.arange(0, BLOCK_S)
+        local, _ = virtual_experts(ids, expert_map, token_mask, adapters, slots, num_slots)
+        ahead = tl.load(before + tl.where(local >= 0, local, 0), mask=local >= 0, other=0, cache_modifier=".cg")
+        inside = slots < num_slots
+        place_slots(slots, inside, local, ahead + earlier_alike(local), starts, groups)
+        if given_weights is not None:
+            weights = tl.load(given_weights + slots, mask=inside, other=0.0)
+            tl.store(row_weight + slots, weights.to(tl.float32), mask=inside)
 
 
 @triton.jit
