@@ -56,12 +56,14 @@ from moe_core.specs.operands import (
     map_arrays,
 )
 
-CELLS = tuple(f"{shape}:{weights}" for weights in ("mxfp4", "bf16") for shape in ("gptoss20b", "qwen3", "gptoss120b"))
+CELLS = tuple(
+    f"{shape}:{weights}" for weights in ("prepacked", "mxfp4", "bf16") for shape in ("gptoss20b", "qwen3", "gptoss120b")
+)
 TOLERANCE = 2e-2
 #: Most of a step with adapters over one with frozen experts.
 _STEP_GOALS = {("qwen3", False): 1.25, ("qwen3", True): 1.40, ("gptoss", False): 1.10, ("gptoss", True): 1.18}
 _FACTORS = ("a1", "b1", "a2", "b2")
-_FIELDS = ("shape", "scheme", "mode", "tokens", "variant", "base_us", "prepacked_us", "us", "over", "goal", "met")
+_FIELDS = ("shape", "scheme", "mode", "tokens", "variant", "base_us", "us", "over", "goal", "met")
 _COLUMNS = {name: name.replace("_", " ") for name in (*_FIELDS, "peak_mb", "base_peak_mb", "error")}
 Functions = dict[str, Callable[[], Any]]
 
@@ -91,10 +93,6 @@ class Layer:
             return draw_problem(self.shape, "balanced", tokens, self.plain)
         return draw_rows(Cell(self.shape, "mxfp4", *SCHEMES["mxfp4"]), tokens, self.plain)
 
-    @functools.cached_property
-    def prepacked(self) -> ExpertWeights | None:
-        return None if self.experts is self.plain else moe_torch.prepack_weights(self.experts, self.spec)
-
 
 def draw_layer(name: str, device: str) -> Layer:
     shape, _, weights = name.partition(":")
@@ -104,8 +102,10 @@ def draw_layer(name: str, device: str) -> Layer:
     if weights == "bf16":
         experts = plain = draw_weights(of, generator)
     else:
-        experts = draw_experts(Cell(of, weights, *SCHEMES[weights]), generator)
+        experts = draw_experts(Cell(of, "mxfp4", *SCHEMES["mxfp4"]), generator)
         plain = dequantized(experts)
+        if weights == "prepacked":
+            experts = moe_torch.prepack_weights(experts, spec)
     return Layer(name, of, experts, plain, spec)
 
 
@@ -126,11 +126,9 @@ def ids_of(variant: Variant, tokens: int, device: Any) -> torch.Tensor:
 
 
 def forwards(layer: Layer, problem: Problem, adapters: dict[Variant, LoRAFactors]) -> Functions:
-    """By variant, `base` and `prepacked` ahead."""
+    """By variant, `base` ahead."""
     x, logits = problem.x, RouterLogits(problem.logits)
     made: Functions = {"base": functools.partial(moe_torch.moe, x, layer.experts, logits, layer.spec)}
-    if (prepacked := layer.prepacked) is not None:
-        made["prepacked"] = functools.partial(moe_torch.moe, x, prepacked, logits, layer.spec)
     for variant, lora in adapters.items():
         ids = ids_of(variant, problem.tokens, x.device)
         made[str(variant)] = functools.partial(
@@ -217,20 +215,19 @@ def plans_of(layer: Layer, tokens: int, variants: Sequence[Variant], target: Tar
     ids = spec_of(ids_of(Variant(1, 1), tokens, "meta"))
     lows = [None, *(map_arrays(draw_adapters(shape, one, "meta"), spec_of) for one in variants)]
     made = []
-    for experts in [layer.experts, *([layer.prepacked] if kind == "forward" and layer.prepacked else [])]:
-        of = map_arrays(experts, spec_of)
-        for lora in lows if experts is layer.experts else lows[:1]:
-            more = {} if lora is None else {"lora": lora, "adapter_ids": ids}
-            if kind == "forward":
-                logits = dataclasses.replace(spec_of(problem.logits), shape=(tokens, shape.num_experts))
-                made.append(plan_moe(x, of, RouterLogits(logits), layer.spec, target, options=ForwardOptions(**more)))
-                continue
-            pair = [dataclasses.replace(spec_of(one), shape=(tokens, shape.top_k)) for one in problem.top_k]
-            routing, spec = TopK(*pair), dataclasses.replace(layer.spec, router=None)
-            made.append(plan_moe(x, of, routing, spec, target, options=ForwardOptions(**more, save=True)))
-            wanted = ("d_x", *(() if lora is None else [f"d_lora.{name}" for name in _FACTORS]))
-            operands = MoEOperands(x, of, routing, **more)
-            made.append(plan_moe_backward(OutputGradients(x), operands, spec, target, options=BackwardOptions(wanted)))
+    of = map_arrays(layer.experts, spec_of)
+    for lora in lows:
+        more = {} if lora is None else {"lora": lora, "adapter_ids": ids}
+        if kind == "forward":
+            logits = dataclasses.replace(spec_of(problem.logits), shape=(tokens, shape.num_experts))
+            made.append(plan_moe(x, of, RouterLogits(logits), layer.spec, target, options=ForwardOptions(**more)))
+            continue
+        pair = [dataclasses.replace(spec_of(one), shape=(tokens, shape.top_k)) for one in problem.top_k]
+        routing, spec = TopK(*pair), dataclasses.replace(layer.spec, router=None)
+        made.append(plan_moe(x, of, routing, spec, target, options=ForwardOptions(**more, save=True)))
+        wanted = ("d_x", *(() if lora is None else [f"d_lora.{name}" for name in _FACTORS]))
+        operands = MoEOperands(x, of, routing, **more)
+        made.append(plan_moe_backward(OutputGradients(x), operands, spec, target, options=BackwardOptions(wanted)))
     return made
 
 
@@ -276,8 +273,6 @@ def forward_rows(layer: Layer, tokens: int, timer: Any, options: argparse.Namesp
         breakdown = {name: summarize(timer.kernels(function)) for name, function in functions.items()}
     for variant in options.variants:
         row = {"variant": str(variant), "base_us": base, "error": errors[variant], "goal": (base + 3) / base}
-        if "prepacked" in found:
-            row["prepacked_us"] = found["prepacked"]["us"]
         if tokens > 1:
             row["goal"] = goal_of(layer, problem, variant)
         if variant in sound:
@@ -328,7 +323,9 @@ def run(options: argparse.Namespace, timer: Any, device: str, target: Target) ->
     record = {"schema": "adapters/1", "provenance": provenance("benchmarks.adapters"), "seed": SEED, "rows": rows}
     compiled, made = Compiled(options.processes), {name: draw_layer(name, device) for name in options.cells}
     cells = [(kind, name, tokens) for kind in ROWS for name in options.cells for tokens in getattr(options, kind)]
+    # Prepacked weights do not train.
     cells = [one for one in cells if one[0] != "layer" or one[1] == "qwen3:bf16"]
+    cells = [one for one in cells if one[0] != "step" or not one[1].endswith(":prepacked")]
     waits = [
         [] if kind == "layer" else compiled.start(plans_of(made[name], tokens, options.variants, target, kind))
         for kind, name, tokens in cells

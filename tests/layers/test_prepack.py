@@ -15,12 +15,16 @@ from flax import nnx as flax_nnx
 
 import moe_jax
 import moe_torch
+from moe_core.base.target import Target
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, LayerWeights, MoELayerSpec
 from moe_core.ops.prepack.prepack import prepack_weights
+from moe_core.specs import Activation
+from moe_core.specs.operands import map_arrays
 from moe_jax import layers, linen, nnx
 from moe_torch import MoE
+from tests.ops.lora.test_prepacked import drawn, prepacked
 
 D, F, E, K, LAYERS = 96, 64, 3, 2, 2
 MXFP4 = scheme_named("mxfp4_w4a16")
@@ -85,6 +89,26 @@ def test_torch_layers_keep_published_checkpoints(gate_layout: str) -> None:
         layer.restore_weights()
         assert not layer.is_prepacked and torch.equal(layer(x), y)
         layer(x).sum().backward()
+
+
+def test_adapters_of_prepared_layers() -> None:
+    """With the bits of published weights, and one result in both front-ends."""
+    layer, x, ids = torch_layer(0), torch.randn(5, D), torch.tensor([0, 1, -1, 0, 0], dtype=torch.int32)
+    layer.add_lora(moe_torch.LoRA(rank=4, alpha=8, slots=2))
+    for parameter in layer.lora.parameters():
+        torch.nn.init.normal_(parameter)
+    with moe_torch.cpu_engine("reference"), torch.no_grad():
+        y = layer(x, adapter_ids=ids)
+        layer.prepack_weights()
+        assert torch.equal(layer(x, adapter_ids=ids), y)
+    problem = prepacked(drawn(Activation("silu"), sizes=(64, 64, 3, 2), dtype="float32"))
+    x, experts, routing, lora, ids = (
+        jnp.asarray(one) if isinstance(one, np.ndarray) else map_arrays(one, jnp.asarray)
+        for one in (problem.x, problem.experts, problem.routing, problem.lora, problem.adapter_ids)
+    )
+    with moe_jax.cpu_engine("reference"):
+        made = moe_jax.moe(x, experts, routing, problem.spec, lora=lora, adapter_ids=ids)
+    np.testing.assert_array_equal(np.asarray(made.output), problem.forward(Target("reference"))["output"])
 
 
 def test_a_program_of_a_prepared_layer() -> None:

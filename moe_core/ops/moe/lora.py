@@ -9,7 +9,6 @@ from typing import Any
 
 from moe_core.base import ArraySpec, Target, dtypes, require_spec
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import QuantizedTensor
 from moe_core.ops.lora.adapters import Adapters, Dropout
 from moe_core.ops.lora.beyond import refuse_beyond_experts
 from moe_core.ops.lora.factors import Rows, plan_factor_gradient, plan_shrink
@@ -38,13 +37,6 @@ def check_lora(
         if value is not None:
             raise Unsupported(
                 f"{name} must be None with lora, got {value}: adapters have no such product; leave it out"
-            )
-    for name in ("gate_up", "down"):
-        weight = getattr(experts, name)
-        if isinstance(weight, QuantizedTensor) and weight.spec.tiling is not None:
-            raise Unsupported(
-                f"experts.{name} must be in its published layout with lora, got {weight}: products of prepacked "
-                "weights add no adapters; pass what restore_weights gives"
             )
     num_experts, in_out = experts.down.shape[0], spec.weight_layout == "in_out"
     width = experts.down.shape[1 if in_out else 2]

@@ -54,7 +54,7 @@ def dense(height: int, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
     if height == 192:
         del chosen["pre"]
-    elif height == 128:
+    else:
         chosen.setdefault("tail_low", None)
     return {**PLAIN, **layout(height), "WEIGHT_N": 256 if halves else 128, **chosen}
 
@@ -71,7 +71,8 @@ def codes(**options: Any) -> dict[str, Any]:
 
 def packed(height: int, **options: Any) -> dict[str, Any]:
     """Arguments of products of mxfp4 weights."""
-    chosen = {"GATHER": "token", "STAGES": 3, "PAIRS": 2, "DEEP": 1, "PRODUCER_WARPS": 4, "REGISTERS": None, **options}
+    chosen = {"GATHER": "token", "STAGES": 3, "PAIRS": 2, "DEEP": 1, "PRODUCER_WARPS": 4, "REGISTERS": None}
+    chosen |= {"tail_low": None, **options}
     matrix = {"D": 384, "N": 64, "WEIGHT_N": 128, "STEPS": 3, "BLOCKS": 2, "COLUMNS": 128, "GROUPS": 4, "REPEAT": 1}
     kind = {
         "ELEMENT": "e2m1", "GATE_LAYOUT": "interleaved", "zero_points": None, "X_STRIDE": 384,
@@ -82,7 +83,7 @@ def packed(height: int, **options: Any) -> dict[str, Any]:
 
 def few_rows(**options: Any) -> dict[str, Any]:
     """Arguments of products of few rows with tiled weights."""
-    arguments = packed(8, CHUNK=2, SPAN=256, STEPS=7, D=896, X_STRIDE=896, ALIKE=1, **options)
+    arguments = packed(8, CHUNK=2, SPAN=256, STEPS=7, D=896, X_STRIDE=896, ALIKE=1, EARLY=False, **options)
     names = ("num_blocks", "COUNTER", "GROUP_M", "weight_map", "STAGES", "PAIRS", "DEEP", "PRODUCER_WARPS")
     return {name: value for name, value in arguments.items() if name not in names}
 

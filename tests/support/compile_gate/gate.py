@@ -63,7 +63,8 @@ NUM_SMS, GFX942 = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}, "gfx942"
 SPILLED = {MATMUL_FP8.name: 64}
 #: The same of prepacked integers: what a loop does not change, put away around it or once in a turn of several steps.
 SPILLED_OF_INTEGERS = {MATMUL_MIXED_INPUT.name: 16, MATMUL_FEW_ROWS.name: 16}
-SPILLED_OF_TAILS = {"matmul.sm90.kernels.matmul:matmul_ogs": 64}  # of adapters: addresses that a tile reads once
+#: The same of adapters: addresses that a tile reads once.
+SPILLED_OF_TAILS = {"matmul.sm90.kernels.matmul:matmul_ogs": 64, MATMUL_MIXED_INPUT.name: 96, MATMUL_FEW_ROWS.name: 16}
 #: The same where kernels are not tuned: an integer product of 16 rows on sm_80, and single addresses.
 FEW = 72
 #: Modules of kernels that use TMA and wgmma.

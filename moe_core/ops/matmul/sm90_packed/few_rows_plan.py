@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import TiledBlock, block_of
+from moe_core.ops.lora.tail import tail_arguments
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
@@ -12,7 +13,7 @@ from moe_core.ops.matmul.sm90_packed.plan import block_width, tiled_constants, w
 from moe_core.plan import PlanBuilder, declare_kernel, passed
 from moe_core.specs import MatmulSpec, TileConfig
 
-MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="layout", prepacked_weight="weight")
+MATMUL_FEW_ROWS = declare_kernel(kernels.matmul_few_rows, pdl="tail", prepacked_weight="weight")
 
 FEW_ROWS_NAME = "few_rows"
 #: Most mean rows per expert: up to 1.1 times as fast as mixed-input with mxfp4. At 8 that is 1.26 times as fast:
@@ -26,12 +27,12 @@ _CHUNKS = (4, 3, 2)
 _LONG_CHUNKS = (8, 6)
 #: Columns of one product. A sum takes every other one.
 _DEPTH = 64
-#: Registers per thread, so that four blocks share a multiprocessor, or two with long chunks.
-_REGISTERS, _LONG_REGISTERS = 128, 255
+#: Registers per thread, so that as many blocks share a multiprocessor, or two with long chunks.
+_REGISTERS, _WAVE, _LONG_REGISTERS = 128, 4, 255
 
 
 class _FewRows(Family):
-    name, weights = FEW_ROWS_NAME, PREPACKED
+    name, weights, adds_tail = FEW_ROWS_NAME, PREPACKED, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         return why_not(problem)
@@ -57,7 +58,9 @@ class _FewRows(Family):
         weight: QuantizedTensor = problem.operands.weight
         block, (blocks, steps) = block_of(weight.format), weight.values.shape[-3:-1]
         chunk, counts = config.block_k // block.columns, row_counts(problem, config)
-        span = block.columns << (chunk - 1).bit_length()
+        span, tiles = block.columns << (chunk - 1).bit_length(), problem.num_blocks(config) * blocks
+        # Where further blocks hide latency, it costs more than it gains. Integers leave no registers.
+        early = tiles <= _WAVE * problem.most_multiprocessors and weight.format.has_e8m0_scales
         arguments = {
             **passed(x="x", weight="weight.values", scales="weight.scales"),
             **passed(zero_points=builder.optional("weight.zero_points")),
@@ -66,9 +69,11 @@ class _FewRows(Family):
             **{name: counts[name] for name in ("num_rows", "num_slots")},
             **tiled_constants(problem),
             **passed(ALIKE=_alike(block, chunk, steps), BLOCK_M=config.block_m, CHUNK=chunk, SPAN=span),
-            **passed(REGISTERS=_LONG_REGISTERS if chunk in _LONG_CHUNKS else _REGISTERS, PDL=None),
+            **passed(REGISTERS=_LONG_REGISTERS if chunk in _LONG_CHUNKS else _REGISTERS),
+            **passed(EARLY=problem.tail is not None and early, PDL=None),
+            **tail_arguments(builder, problem.tail, config, problem.gated),
         }
-        builder.launch(MATMUL_FEW_ROWS, (problem.num_blocks(config) * blocks,), arguments, config.num_warps, 1)
+        builder.launch(MATMUL_FEW_ROWS, (tiles,), arguments, config.num_warps, 1)
         if block.columns == 2 * _DEPTH:
             parts = f"of every {block.columns} the first {_DEPTH} in one sum, the others in another"
         else:

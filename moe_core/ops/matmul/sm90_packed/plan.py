@@ -8,6 +8,7 @@ import math
 from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, row_stride
 from moe_core.formats import QuantizedTensor
 from moe_core.formats.tiling import BLOCK_ROWS, BLOCK_VALUES, SIDE_ROWS, block_of
+from moe_core.ops.lora.tail import tail_arguments
 from moe_core.ops.matmul.arguments import SCHEDULED_INPUTS, bias_strides, fused_constants, result, row_counts
 from moe_core.ops.matmul.family import Family
 from moe_core.ops.matmul.problem import PREPACKED, MatmulProblem
@@ -139,7 +140,7 @@ def _most_stages(config: TileConfig, weight: QuantizedTensor, spec: MatmulSpec, 
 
 
 class _MixedInput(Family):
-    name, weights, counts_tiles = MIXED_INPUT_NAME, PREPACKED, True
+    name, weights, counts_tiles, adds_tail = MIXED_INPUT_NAME, PREPACKED, True, True
 
     def why_not(self, problem: MatmulProblem) -> str | None:
         return why_not(problem)
@@ -209,4 +210,5 @@ def _arguments(
         # One warp issues a small tile's loads soonest. Gathering many rows takes more threads.
         **passed(PRODUCER_WARPS=4 if many else 1, REGISTERS=None if large else _SHARED_REGISTERS),
         **passed(GROUP_M=config.group_m, PDL=None),
+        **tail_arguments(builder, problem.tail, config, problem.gated, most=32),
     }

@@ -3,6 +3,7 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.exchange.kernels.addresses import slots_at
+from moe_core.ops.matmul.sm90.kernels.low_rank import present_adapters
 from moe_core.ops.matmul.sm90.kernels.pipeline import barrier
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
     HEIGHT,
@@ -14,6 +15,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
 )
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
+from moe_core.ops.matmul.sm90_packed.kernels.tail import add_tail
 
 #: Shared memory: for each stage rows of x, codes, scales, zero points, for each slot of the ring a tile's row weights
 #: and slots, and results to store. PAIRS: row blocks of a tile, of both consumers. DEEP: column blocks of a stage.
@@ -23,9 +25,9 @@ Stages = aggregate_of("Stages", "x codes scales zeros row_weights slots results 
 #: steps that share them.
 Codes = aggregate_of("Codes", "scales zero_points STEPS BLOCKS ELEMENT COLUMNS GROUPS REPEAT")
 
-#: The part of a tile of consumer WHICH: first block of weight rows, first row of x, start of its biases, if the layer
-#: exists, the tile's slot of the ring, and weights of its rows.
-Part = aggregate_of("Part", "block start base layer_exists place row_weights WHICH")
+#: The part of a tile of consumer WHICH: first block of weight rows, start of its biases, if the layer exists, its
+#: slot of the ring, and weights of the rows.
+Part = aggregate_of("Part", "block tile base layer_exists place row_weights WHICH")
 
 
 @gluon.jit
@@ -57,6 +59,10 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
     TOKENS: gl.constexpr = buffer.shape[0]
     PIECES: gl.constexpr = accumulator.shape[1] // TOKENS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    if product.tail is not None:
+        expert, start, rows = part.tile.expert, part.tile.start + FROM, part.tile.rows - FROM
+        present = present_adapters(product.tail, expert, start, rows, "")
+        accumulator = add_tail(accumulator, block, expert, start, rows, present, product.weights, product.tail)
     if biases is not None:
         accumulator += biases[:, None]
     for piece in gl.static_range(PIECES):
@@ -75,7 +81,7 @@ def finish(accumulator, biases, product, part, block, slots, buffer, FROM: gl.co
         if output.SCATTER == "row":
             # Offsets from a scalar start: pointers of every part would be held over the whole tile.
             within = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None] * N + columns[None, :]
-            pointers = output.y + (part.start.to(gl.int64) + (FROM + piece * TOKENS)) * N + within
+            pointers = output.y + (part.tile.start.to(gl.int64) + (FROM + piece * TOKENS)) * N + within
         elif output.SCATTER == "slot":
             pointers = output.y + slot.to(gl.int64)[:, None] * N + columns[None, :]
         else:

@@ -13,11 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.lora.kernels.tail import Tail
 from moe_core.ops.matmul.portable.kernel import rows_of_group
+from moe_core.ops.matmul.sm90.kernels.low_rank import prefetch_factor, present_adapters
 from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, barrier, row_load
-from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, decode_rows, left_half, of_words
+from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT, decode_rows, left_half, of_words
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, load_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import store_tile
+from moe_core.ops.matmul.sm90_packed.kernels.tail import add_tail
 
 
 @gluon.jit
@@ -75,22 +78,28 @@ def matmul_few_rows(
     TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ELEMENT: gl.constexpr, COLUMNS: gl.constexpr,
     GROUPS: gl.constexpr, REPEAT: gl.constexpr, ALIKE: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    SPAN: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: gl.constexpr, TAIL_SLOTS: gl.constexpr, TAIL_NUM_EXPERTS: gl.constexpr, TAIL_SLOT_STRIDE: gl.constexpr,
+    TAIL_EXPERT_STRIDE: gl.constexpr, TAIL_R_STRIDE: gl.constexpr, TAIL_N_STRIDE: gl.constexpr,
+    TAIL_THRESHOLD: gl.constexpr, TAIL_MASKED: gl.constexpr, TAIL_SALT: gl.constexpr, TAIL_BLOCK_R: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y as `portable.kernel.matmul_ogs` does.
 
     weight, scales, zero_points: tiled (`moe_core.formats.tiling`), of codes of ELEMENT (`e2m1`, `uint4`, `uint8`).
     BLOCKS, STEPS: blocks of a matrix of 64 rows, and of COLUMNS columns. GROUPS: scales of a row in a block. REPEAT:
     steps that share them, ALIKE of those under way. WEIGHT_N: rows of a matrix before tiling. CHUNK: steps under way.
-    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most.
+    SPAN: their columns, at least, a power of two. REGISTERS: of a thread, at most. EARLY: fetch the factor of a tail
+    while the first codes are on their way.
     """
     if PDL == "start":
         join(PDL)
-    CACHE: gl.constexpr = ".cg" if PDL == "layout" else ""
+    LOOKS: gl.constexpr = (PDL == "layout") or (PDL == "tail")
+    CACHE: gl.constexpr = ".cg" if LOOKS else ""
     block, tile = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
     expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
     if expert < 0:
-        if PDL == "layout":
+        if LOOKS:
             join(PDL)
         return
     HALVES: gl.constexpr = COLUMNS // DEPTH
@@ -126,6 +135,21 @@ def matmul_few_rows(
         x_row = (slots // TOP_K if GATHER == "token" else slots).to(gl.int64)
     columns = gl.arange(0, SPAN, gl.SliceLayout(0, loads))
     x_rows = x + x_row[:, None] * X_STRIDE + columns[None, :]
+    weights = Weights(
+        None, None, bias, None, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE, 0,
+        GATE_LAYOUT, False,
+    )  # fmt: skip
+    tail = None
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+        if EARLY:
+            present = present_adapters(tail, expert, start + first, gl.minimum(size - first, BLOCK_M), CACHE)
+            WIDTH: gl.constexpr = UNIT if GATE_LAYOUT is not None else HEIGHT
+            prefetch_factor(tail, weights, present, expert, tile * WIDTH, WIDTH, "L2")
     if PDL == "layout":
         join(PDL)
 
@@ -177,11 +201,15 @@ def matmul_few_rows(
         expert = gl.load(schedule + 2 * block + 1, cache_modifier=CACHE)
         first = gl.load(schedule + 2 * block, cache_modifier=CACHE) * BLOCK_M
         start, size = rows_of_group(group_sizes, group_start, expert, num_rows, CACHE)
-    weights = Weights(
-        None, None, bias, None, layer_index, D, N, WEIGHT_N, NUM_EXPERTS, NUM_LAYERS, BIAS_LAYER_STRIDE, 0,
-        GATE_LAYOUT, False,
-    )  # fmt: skip
     layout = Layout(group_sizes, group_start, slot_of_row, num_rows, num_slots, TOP_K)
     epilogue = Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
     output = Output(y, N=N, SCATTER=SCATTER)
-    store_tile(low_sum + high_sum, tile, expert, first, start, size, weights, layout, epilogue, output)
+    sums = low_sum + high_sum
+    if tail is not None:
+        if PDL == "tail":
+            join(PDL)
+        rows = gl.minimum(size - first, BLOCK_M)
+        if not EARLY:
+            present = present_adapters(tail, expert, start + first, rows, "")
+        sums = add_tail(sums, tile, expert, start + first, rows, present, weights, tail)
+    store_tile(sums, tile, expert, first, start, size, weights, layout, epilogue, output)

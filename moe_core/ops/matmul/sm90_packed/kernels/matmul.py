@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Product, Rows, Schedule, Weights
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
+from moe_core.ops.lora.kernels.tail import Tail
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
     RING,
@@ -110,7 +111,7 @@ def consumer(WHICH: gl.constexpr, product):
             block = tile.column * stages.PAIRS + WHICH * (stages.PAIRS // 2)
             base = layer_number.to(gl.int64) * weights.BIAS_LAYER_STRIDE + expert.to(gl.int64) * weights.WEIGHT_N
             row_weights = stages.row_weights.index(place) if product.epilogue.row_weight is not None else None
-            part = Part(block, tile.start, base, layer_exists, place, row_weights, WHICH)
+            part = Part(block, tile, base, layer_exists, place, row_weights, WHICH)
             if BLOCK_M > LARGE:
                 below = 0
                 for variant in gl.static_range(len(WIDTHS)):
@@ -138,6 +139,10 @@ def matmul_mixed_input(
     COUNTER: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr, DEEP: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr, REGISTERS: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
+    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
+    TAIL_RANK: gl.constexpr, TAIL_SLOTS: gl.constexpr, TAIL_NUM_EXPERTS: gl.constexpr, TAIL_SLOT_STRIDE: gl.constexpr,
+    TAIL_EXPERT_STRIDE: gl.constexpr, TAIL_R_STRIDE: gl.constexpr, TAIL_N_STRIDE: gl.constexpr,
+    TAIL_THRESHOLD: gl.constexpr, TAIL_MASKED: gl.constexpr, TAIL_SALT: gl.constexpr, TAIL_BLOCK_R: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of y as `portable.kernel.matmul_ogs` does.
 
@@ -187,7 +192,14 @@ def matmul_mixed_input(
     tiles = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M)
     rows, epilogue = Rows(x, x_map, X_STRIDE, GATHER), Epilogue(row_weight, GATE_LAYOUT, ACTIVATION, ALPHA, LIMIT)
     output = Output(y, N=N, SCATTER=SCATTER)
-    product = Product(rows, weights, layout, tiles, stages, pipeline, epilogue, output, codes)
+    tail = None
+    if tail_low is not None:
+        tail = Tail(
+            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
+            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
+            TAIL_BLOCK_R,
+        )  # fmt: skip
+    product = Product(rows, weights, layout, tiles, stages, pipeline, epilogue, output, codes, tail)
     gl.warp_specialize(
         [
             (consumer, (0, product)),

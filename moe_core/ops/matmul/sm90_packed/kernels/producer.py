@@ -4,6 +4,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from moe_core.ops.common.kernels.aggregates import Tile
 from moe_core.ops.common.kernels.layer import layer_in_stack
+from moe_core.ops.matmul.sm90.kernels.low_rank import prefetch_tail
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
     RING,
@@ -180,5 +181,7 @@ def producer(product):
             place, ring_phase = advance(place, ring_phase, RING)
             matrix = layer_number * weights.NUM_EXPERTS + expert
             stage, phase = load_tile(product, row_slots, tile, matrix, stage, phase)
+            if product.tail is not None:
+                prefetch_tail(product, tile, tile.column * WIDTH, WIDTH)
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
     announce(pipeline, place, -1, 0, 0, 0)
