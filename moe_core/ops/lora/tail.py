@@ -49,7 +49,7 @@ class Tail:
 def tail_arguments(
     builder: PlanBuilder, tail: Tail | None, config: TileConfig | None = None, gated: bool = False, most: int = 64
 ) -> dict[str, Argument]:
-    """Kernel arguments in the order of `kernels.tail.Tail`. config: of a tile whose steps may have `most` ranks."""
+    """Kernel arguments in the order of `kernels.tail.Tail`. config: of a tile with steps of up to `most` ranks."""
     pointers = {f"tail_{name}": builder.optional(f"tail.{name}") for name in INPUTS}
     if tail is None:
         absent = dict.fromkeys(_CONSTANTS, 0) | {"MASKED": None, "SALT": 0, "BLOCK_R": 0}

@@ -7,7 +7,7 @@ from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.common.kernels.dot import drained
 from moe_core.ops.lora.kernels.dropout import kept
 
-#: low `[rows, RANK]` times factor `[SLOTS, experts, RANK, N]`, of which rows of a virtual expert take one matrix.
+#: low `[rows, RANK]` times factor `[SLOTS, experts, RANK, N]`: rows of a virtual expert take one matrix.
 #: THRESHOLD > 0: what the product adds is masked by MASKED `token` or `slot` (see `shrink`).
 Tail = aggregate_of(
     "Tail",

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_core.ops.common.kernels.aggregates import aggregate_of
 
-#: mma.sync of 64 weight columns, whose sums lie as those of wgmma, and how threads hold numbers of these columns.
+#: mma.sync of 64 weight columns: its sums lie as wgmma's. How threads hold its left operand, and numbers of columns.
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 FACTOR = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 COLUMNS = gl.constexpr(gl.SliceLayout(1, gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2)))
@@ -131,5 +131,5 @@ def add_where(sums, factor, wild, tail, start, present, step):
 
 @gluon.jit
 def steps_of(tail, present, start, rows):
-    """Return the ranks of an adapter's steps: 0 of a neighbour's, of which a tile has no rows."""
+    """Return the ranks of an adapter's steps, 0 if a tile has none of its rows."""
     return gl.where((present.first < present.end) & (present.first < start + rows), present.rank, 0)
