@@ -215,7 +215,7 @@ def sum_results(
     out_dtype: str,
 ) -> np.ndarray:
     top_k, order = row_of_slot.shape[1], row_of_slot.reshape(-1)
-    out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, order="slot", out_dtype=out_dtype)
+    out = reduce(y[: order.size], order, shared, shared_gate, top_k=top_k, out_dtype=out_dtype)
     if headers is not None:
         told = last_told(headers)[:, :-4]
         if (told != told[0]).any():
