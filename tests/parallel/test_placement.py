@@ -21,6 +21,7 @@ def test_worked_examples() -> None:
     assert Placement.linear(5, 2).owners == ((0, 1, 2), (3, 4, -1))
     assert Placement.round_robin(5, 2).owners == ((0, 2, 4), (1, 3, -1))
     assert Placement.linear(2, 4).owners == ((0,), (1,), (-1,), (-1,))
+    assert Placement.linear(2, 4).occupied == (1, 1, 0, 0) and Placement.linear(5, 2).occupied == (3, 2)
     hot = Placement.balanced([8, 1, 1, 2], 2, 3)
     assert hot.owners == ((0, 1, 3), (0, 2, 3)), "experts 0 and 3 are the hottest, and have a replica"
     assert hot.places_of(0) == (0, 3) and hot.places_of(1) == (1,) and hot.has_replicas
@@ -124,6 +125,13 @@ def test_a_near_placement_has_the_same_shares_and_moves_little(
     assert old.near(old, nodes=nodes) is old and near.version == old.version + (near.owners != old.owners)
     again = Placement.balanced(load, ranks, per_rank, nodes=nodes)
     assert again.near(old, nodes=nodes) is old, "equal loads move nothing"
+
+
+def test_a_near_placement_counts_what_all_ranks_keep() -> None:
+    random = np.random.default_rng(10)
+    load = random.integers(0, 50, 5)
+    old, new = (Placement.balanced(given, 2, 3) for given in (load, random.permutation(load)))
+    assert len(old.moved(new.near(old))) == 2, "of the ways of two ranks, the one that moves fewer experts"
 
 
 def test_near_placements_by_hand() -> None:

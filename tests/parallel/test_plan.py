@@ -26,6 +26,7 @@ from moe_core.parallel import (
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.machine import H200
 from moe_core.parallel.reference_routes import make_routes
+from moe_core.parallel.tensor import TensorSplit
 from tests.support.parallel.placements import placements
 from tests.support.parallel.twins import draw_ids_of
 from tests.support.strategies import seeds
@@ -190,6 +191,18 @@ def test_chunks_travel_one_after_another() -> None:
             assert thrice.forward[1:] == 3 * sixth.forward[1:] and thrice.forward[0].bytes > sixth.forward[0].bytes
         with pytest.raises(Unsupported, match=r"training moves all tokens at once, got chunks=3.*micro-batches"):
             plan_of(ExchangeSpec(mode, chunks=3), training=True)
+
+
+def test_gradients_cross_between_hosts_as_rows_do() -> None:
+    plan = plan_of(ExchangeSpec(hosts=2), training=True)
+    out, back = ["between hosts", "inside a host"], ["inside a host", "between hosts"]
+    assert [message.axis for message in plan.backward] == [*out, *back, *back]
+    assert [message.axis for message in plan.forward][-4:] == [*out, *back]
+
+
+def test_ranks_of_a_tensor_axis_compare_their_places_on_the_axis_of_experts() -> None:
+    plan = dataclasses.replace(plan_of(ExchangeSpec()), tensor=TensorSplit(3, 1))
+    assert [plan.tensor_header(rank).tensor >> 14 & 0x1FFF for rank in (0, 1, 6)] == [0, 1, 6]
 
 
 def test_a_plan_is_frozen_cached_written_and_explained() -> None:

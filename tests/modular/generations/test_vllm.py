@@ -273,6 +273,16 @@ def test_what_no_scheme_and_no_kernel_has_is_refused() -> None:
     assert modular.biased_moe_quant_config(ones, None, gemm1_clamp_limit=2.0).gemm1_clamp_limit == 2
     assert modular.fp8_w8a16_moe_quant_config(ones, ones).scheme == "fp8_w8a16"
     assert modular.mxfp4_w4a8_moe_quant_config(ones, ones, ones).a1_scale is ones
+    required = {
+        name: [one.default for one in inspect.signature(getattr(modular, name)).parameters.values()].count(
+            inspect._empty
+        )
+        for name in MAKERS
+        if name not in NO_SCHEME
+    }
+    assert required == dict.fromkeys(required, 2) | dict.fromkeys(
+        ("int8_w8a8_moe_quant_config", "nvfp4_w4a16_moe_quant_config"), 4
+    ), "scales that must be given"
     scales, alphas = torch.ones(2, 1, 1).to(torch.float8_e4m3fn), torch.ones(2)
     assert modular.nvfp4_w4a16_moe_quant_config(alphas, alphas, scales, scales).scheme == "nvfp4_w4a16"
     supported = modular.apply_moe_activation_supported
