@@ -13,6 +13,7 @@ from moe_core.base import dtypes
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
 from moe_core.ops.prepack import prepack as core
+from moe_core.ops.quantize.reference import Grid, spread
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, map_arrays, named_arrays
 from moe_torch.bridge.arrays import array_spec, require_memory
@@ -105,10 +106,12 @@ def dequantize(tensor: QuantizedTensor, dtype: torch.dtype | str = torch.float32
         if format.own_element.per_byte == 2:
             codes = _unpacked(codes, 1)
             zero_points = None if zero_points is None else _unpacked(zero_points, 0)[: matrix.shape[0]]
-        grid = _Grid(matrix.shape, format)
-        numbers = _decode(grid.split(codes), None if zero_points is None else _spread(zero_points), format)
+        grid = Grid.of(matrix.shape, format)
+        numbers = _decode(
+            grid.split(codes, _zeros_behind), None if zero_points is None else spread(zero_points), format
+        )
         factors = _e8m0_to_float32(scales) if format.has_e8m0_scales else scales.float()
-        matrix.copy_(grid.join(numbers * _spread(factors)))
+        matrix.copy_(grid.join(numbers * spread(factors)))
     return result
 
 
@@ -135,31 +138,9 @@ def _matrices(tensor: QuantizedTensor, logical: torch.Tensor) -> Iterator[tuple[
         yield tuple(array[index] if tensor.layout == "out_in" else array[index].mT for array in arrays)
 
 
-class _Grid:
-    """The groups of a matrix. Partial groups are filled up with zeros."""
-
-    def __init__(self, shape: torch.Size, format: Format) -> None:
-        extents = (format.group_rows, format.group_columns)
-        self.group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
-        self.counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
-        self.shape = shape
-
-    def split(self, matrix: torch.Tensor) -> torch.Tensor:
-        """`[row groups, group rows, column groups, group columns]`."""
-        missing = [count * group - size for count, group, size in zip(self.counts, self.group, self.shape, strict=True)]
-        if any(missing):
-            raw = matrix.view(torch.uint8) if matrix.dtype == torch.float8_e4m3fn else matrix
-            matrix = pad(raw, (0, missing[1], 0, missing[0])).view(matrix.dtype)
-        return matrix.reshape(self.counts[0], self.group[0], self.counts[1], self.group[1])
-
-    def join(self, groups: torch.Tensor) -> torch.Tensor:
-        matrix = groups.reshape(self.counts[0] * self.group[0], self.counts[1] * self.group[1])
-        return matrix[: self.shape[0], : self.shape[1]]
-
-
-def _spread(per_group: torch.Tensor) -> torch.Tensor:
-    """`[row groups, column groups]` for broadcasting against `_Grid.split`."""
-    return per_group[:, None, :, None]
+def _zeros_behind(matrix: torch.Tensor, missing: tuple[int, int]) -> torch.Tensor:
+    raw = matrix.view(torch.uint8) if matrix.dtype == torch.float8_e4m3fn else matrix
+    return pad(raw, (0, missing[1], 0, missing[0])).view(matrix.dtype)
 
 
 def _like(tensor: torch.Tensor, number: float) -> torch.Tensor:
@@ -169,8 +150,8 @@ def _like(tensor: torch.Tensor, number: float) -> torch.Tensor:
 
 def _quantize_matrix(matrix: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(codes, scales, zero points) of fp32 `[rows, columns]`, not packed."""
-    grid = _Grid(matrix.shape, format)
-    groups = grid.split(matrix)
+    grid = Grid.of(matrix.shape, format)
+    groups = grid.split(matrix, _zeros_behind)
     amax = groups.abs().amax(dim=(1, 3))
     finite, zero_points = amax.isfinite(), None
     if format.zero_points:
@@ -178,8 +159,8 @@ def _quantize_matrix(matrix: torch.Tensor, format: Format) -> tuple[torch.Tensor
     else:
         scales = _choose_scales(amax, finite, format)
     divisor = _e8m0_to_float32(scales) if format.has_e8m0_scales else scales
-    quotients = torch.where(_spread(finite & (divisor > 0)), groups / _spread(divisor), 0.0)
-    codes = _encode(quotients, None if zero_points is None else _spread(zero_points), format)
+    quotients = torch.where(spread(finite & (divisor > 0)), groups / spread(divisor), 0.0)
+    codes = _encode(quotients, None if zero_points is None else spread(zero_points), format)
     return grid.join(codes), scales, zero_points
 
 

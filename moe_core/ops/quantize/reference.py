@@ -8,8 +8,8 @@ every format.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -97,32 +97,38 @@ def _decode(values: np.ndarray, format: Format, zero: int | None = None) -> np.n
     return numbers
 
 
-class _Grid(NamedTuple):
+def _zeros_behind(matrix: np.ndarray, missing: tuple[int, int]) -> np.ndarray:
+    return np.pad(matrix, [(0, size) for size in missing])
+
+
+class Grid(NamedTuple):
+    """The groups of a matrix of any framework. Partial groups are filled up with zeros."""
+
     shape: tuple[int, int]
     counts: tuple[int, int]
     group: tuple[int, int]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], format: Format) -> _Grid:
+    def of(cls, shape: Sequence[int], format: Format) -> Self:
         extents = (format.group_rows, format.group_columns)
         group = [max(size, 1) if extent is None else extent for size, extent in zip(shape, extents, strict=True)]
         counts = [1 if extent is None else -(-size // extent) for size, extent in zip(shape, extents, strict=True)]
         return cls((shape[0], shape[1]), (counts[0], counts[1]), (group[0], group[1]))
 
-    def split(self, matrix: np.ndarray) -> np.ndarray:
-        padded = self.counts[0] * self.group[0], self.counts[1] * self.group[1]
-        if padded != matrix.shape:
-            whole = np.zeros(padded, matrix.dtype)
-            whole[: self.shape[0], : self.shape[1]] = matrix
-            matrix = whole
+    def split(self, matrix: Any, pad: Callable[[Any, tuple[int, int]], Any] = _zeros_behind) -> Any:
+        """`[row groups, group rows, column groups, group columns]`. pad: adds so many rows and columns."""
+        rows, columns = (count * group for count, group in zip(self.counts, self.group, strict=True))
+        if (rows, columns) != self.shape:
+            matrix = pad(matrix, (rows - self.shape[0], columns - self.shape[1]))
         return matrix.reshape(self.counts[0], self.group[0], self.counts[1], self.group[1])
 
-    def join(self, groups: np.ndarray) -> np.ndarray:
+    def join(self, groups: Any) -> Any:
         matrix = groups.reshape(self.counts[0] * self.group[0], self.counts[1] * self.group[1])
         return matrix[: self.shape[0], : self.shape[1]]
 
 
-def _spread(per_group: np.ndarray) -> np.ndarray:
+def spread(per_group: Any) -> Any:
+    """`[row groups, column groups]` for broadcasting against `Grid.split`."""
     return per_group[:, None, :, None]
 
 
@@ -153,7 +159,7 @@ def _extreme(groups: np.ndarray, of_two: np.ufunc) -> np.ndarray:
 def _quantize_matrix(
     matrix: np.ndarray, format: Format, given: np.ndarray | None, rounded: Rounding | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    grid = _Grid.of(matrix.shape, format)
+    grid = Grid.of(matrix.shape, format)
     groups = grid.split(matrix)
     zero_points = None
     with np.errstate(all="ignore"):
@@ -171,10 +177,10 @@ def _quantize_matrix(
             scales = scales if rounded is None else rounded(scales)
         divisor = e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales)
         usable = finite & (divisor > 0)
-        quotients = np.divide(groups, _spread(divisor), out=magnitudes)
+        quotients = np.divide(groups, spread(divisor), out=magnitudes)
         if not usable.all():
-            quotients = np.where(_spread(usable), quotients, np.float32(0))
-    codes = _encode(quotients, None if zero_points is None else _spread(zero_points), format)
+            quotients = np.where(spread(usable), quotients, np.float32(0))
+    codes = _encode(quotients, None if zero_points is None else spread(zero_points), format)
     return grid.join(codes), scales, zero_points
 
 
@@ -250,7 +256,7 @@ def group_maxima(matrix: np.ndarray, format: Format) -> np.ndarray:
     """The largest magnitudes of the groups of a matrix `[N, D]`, in a format with a group per row or less."""
     step = max(1, _PIECE_ELEMENTS // max(1, matrix.shape[1]))
     pieces = [matrix[start : start + step] for start in range(0, max(1, len(matrix)), step)]
-    split = [_Grid.of(piece.shape, format).split(to_float32(piece)) for piece in pieces]
+    split = [Grid.of(piece.shape, format).split(to_float32(piece)) for piece in pieces]
     return np.concatenate([_extreme(np.abs(groups), np.maximum) for groups in split])
 
 
@@ -275,13 +281,13 @@ def _dequantized(tensor: QuantizedTensor, logical: np.ndarray) -> Iterator[tuple
     """Pieces of `logical`, and the fp32 numbers of the tensor there."""
     format = tensor.format
     for piece, codes, scales, *points in _pieces(tensor, logical):
-        grid = _Grid.of(piece.shape, format)
+        grid = Grid.of(piece.shape, format)
         groups = grid.split(_decode(codes, format, 0 if points else None))
         with np.errstate(all="ignore"):
             if points:
                 packed = format.own_element.per_byte == 2
-                groups -= _spread(unpack_nibbles(points[0], 0, len(piece)) if packed else points[0])
-            groups *= _spread(e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales))
+                groups -= spread(unpack_nibbles(points[0], 0, len(piece)) if packed else points[0])
+            groups *= spread(e8m0_to_float32(scales) if format.has_e8m0_scales else to_float32(scales))
         yield piece, grid.join(groups)
 
 
