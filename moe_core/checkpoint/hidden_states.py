@@ -75,10 +75,11 @@ def _load_safetensors(file: Path, d_model: int | None) -> np.ndarray:
                 f"{file} must hold exactly one tensor, got {len(names)}: {', '.join(names[:8])}; "
                 "save the hidden states alone"
             )
-        shape = tensors.entry(names[0]).shape
+        (name,) = names
+        shape = tensors.entry(name).shape
     _require_shape(file, shape, d_model)
-    stacks = {"hidden_states": Stack.whole(names[0], shape)}
+    stacks = {"hidden_states": Stack.whole(name, shape)}
     # The caller names the file, so it may be a link to anywhere.
     file = file.resolve()
-    with StackReader(TensorIndex(file.parent, {names[0]: file.name})) as reader:
+    with StackReader(TensorIndex(file.parent, {name: file.name})) as reader:
         return reader.read(stacks, reader.check(stacks))["hidden_states"]

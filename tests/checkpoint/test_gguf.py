@@ -123,6 +123,19 @@ def info(name: bytes = b"t", shape: tuple[int, ...] = (32,), kind: int = 0, offs
     return struct.pack("<Q", len(name)) + name + axes + struct.pack("<IQ", kind, offset)
 
 
+def setting(kind: int, *parts: bytes) -> bytes:
+    return struct.pack("<Q", 1) + b"a" + struct.pack("<I", kind) + b"".join(parts)
+
+
+@pytest.mark.parametrize(("kind", "code"), list(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)))
+def test_metadata_of_every_type_is_passed_over(tmp_path, kind, code):
+    one, three = setting(kind, struct.pack(f"<{code}", 1)), struct.pack(f"<IQ3{code}", kind, 3, 1, 1, 1)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model.gguf").write_bytes(header(one, setting(9, three), info(kind=999), pairs=2))
+    with pytest.raises(InvalidInput, match="model.gguf must be a readable GGUF file, got: .*999"):
+        open_checkpoint(tmp_path)
+
+
 def alignment(size: int) -> bytes:
     return struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, size)
 

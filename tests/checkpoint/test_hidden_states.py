@@ -100,6 +100,14 @@ def test_unreadable_files(tmp_path, name, message):
         load_hidden_states(tmp_path / name)
 
 
+def test_a_file_that_was_cut_off(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((3, 4), np.float32))
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-4])
+    with pytest.raises(InvalidInput, match=r"x.npy must hold 48 bytes of data, got 44; save it"):
+        load_hidden_states(tmp_path / "x.npy")
+
+
 def test_objects_are_never_unpickled(tmp_path):
     np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(InvalidInput, match=r"x.npy must be a readable .npy file"):

@@ -328,5 +328,8 @@ def test_jax_gives_the_same_bits() -> None:
             }
 
         found = everything(row.values, row.scales)
+        for wrong in (m_indices[1:], m_indices.astype(np.int16)):
+            with pytest.raises(InvalidInput, match=r"m_indices must be int32 \[\d+\], got"):
+                other.m_grouped_fp8_gemm_nt_contiguous(left, right, jax.numpy.asarray(wrong))
     for name, result in found.items():
         np.testing.assert_array_equal(bits(result), bits(to_numpy(expected[name])), err_msg=name)

@@ -35,6 +35,10 @@ def test_progress_shards_and_side_files(tmp_path):
         written
     )
     assert all(one.tensors < other.tensors for one, other in itertools.pairwise(calls))
+    size = sum(file.stat().st_size for file in (tmp_path / "small").glob("*.safetensors"))
+    convert_checkpoint(path, tmp_path / "two", MXFP8, shard_bytes=size * 2 // 3)
+    files = sorted(file.name for file in (tmp_path / "two").iterdir())
+    assert sum(name.endswith(".safetensors") for name in files) == 2 and "model.safetensors.index.json" in files
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
