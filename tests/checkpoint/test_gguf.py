@@ -132,7 +132,7 @@ def test_metadata_of_every_type_is_passed_over(tmp_path, kind, code):
     one, three = setting(kind, struct.pack(f"<{code}", 1)), struct.pack(f"<IQ3{code}", kind, 3, 1, 1, 1)
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     (tmp_path / "model.gguf").write_bytes(header(one, setting(9, three), info(kind=999), pairs=2))
-    with pytest.raises(InvalidInput, match="model.gguf must be a readable GGUF file, got: .*999"):
+    with pytest.raises(InvalidInput, match=r"model.gguf must be a readable GGUF file, got: .*999"):
         open_checkpoint(tmp_path)
 
 
