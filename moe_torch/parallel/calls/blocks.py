@@ -20,7 +20,7 @@ from moe_torch.parallel.tensor import Brought
 
 _MESSAGE = "header, ids and weights"
 #: Numbers in rows that leave, up to which like calls are one plan, whose arrays all live until its end.
-_FEW = 1 << 22
+_FEW = 1 << 21
 #: Steps: tables, rows, tables of what came, rows of slots, products, sums.
 _LINKS = {
     "1.slot_of_row": "0.slot_of_row", "2.header": "0.header", "2.lost": "0.lost", "3.slot_of_row": "2.slot_of_row",
