@@ -14,7 +14,7 @@ from moe_core.base import command
 from moe_core.checkpoint.convert import LOADERS, ConversionProgress, convert_checkpoint
 from moe_core.checkpoint.convert.verify import fits, verify_conversion
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import Format, format_named, format_names
+from moe_core.formats import format_names
 
 CONVERTED, NOT_VERIFIED, COULD_NOT_CONVERT = 0, 1, command.COULD_NOT_RUN
 
@@ -99,13 +99,12 @@ def _convert(options: argparse.Namespace) -> int:
     return CONVERTED
 
 
-def _format(name: str) -> Format | str:
+def _format(name: str) -> str:
     known = tuple(dict.fromkeys((*format_names(), *_NAMES, *_NAMES.values())))
     if name not in known:
         near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0)
         raise InvalidInput(f"--format must be a known name, got {name!r}; the nearest are {', '.join(near)}")
-    name = _NAMES.get(name, name)
-    return name if name in _NAMES.values() else format_named(name)
+    return _NAMES.get(name, name)
 
 
 def _print_progress(progress: ConversionProgress) -> None:

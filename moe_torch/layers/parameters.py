@@ -20,7 +20,7 @@ from moe_torch.bridge.arrays import require_same_device
 from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.layers.casts import at_least_float32, autocast
 from moe_torch.layers.lora.stages import LowRank, run_stages
-from moe_torch.layers.shards import on_own_experts, shared_like
+from moe_torch.layers.shards import moved_bytes, on_own_experts
 from moe_torch.operators.beyond import ARRAYS
 from moe_torch.quantize import prepack_weights, restore_weights, tile
 
@@ -77,6 +77,14 @@ class QuantizedMatrix(torch.nn.Module):
             if all(array.shape == wanted[name] for name, array in arrays.items()):
                 tensor = on_own_experts(tile, QuantizedTensor(published, **arrays), tiling.order)
                 state_dict = {**state_dict, **dict(named_arrays(tensor, prefix))}
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(f"{prefix}{name}")
+            kinds = {torch.float32: (torch.float32, torch.bfloat16, torch.float16)}  # these widen exactly
+            if buffer is not None and given is not None and given.dtype not in kinds.get(buffer.dtype, (buffer.dtype,)):
+                rest[-1].append(
+                    f"{prefix}{name} must be {buffer.dtype}, got {given.dtype}, and copies convert numbers; load the "
+                    "format's own bytes (tensor.view(dtype))"
+                )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedMatrix:
@@ -88,16 +96,6 @@ class QuantizedMatrix(torch.nn.Module):
     def extra_repr(self) -> str:
         tiled = "" if self.spec.tiling is None else f", tiled in order {self.spec.tiling.order}"
         return f"{self.spec.format}, {self.spec.layout}, {list(self.values.shape)}{tiled}"
-
-
-def moved_bytes(buffer: Any, fn: Any) -> torch.Tensor:
-    """Apply fn to the bytes of a buffer, which keeps its dtype."""
-    if hasattr(buffer, "device_mesh"):
-        # DTensor confuses views of one shape in two dtypes.
-        return shared_like(buffer, moved_bytes(buffer.to_local(), fn))
-    raw = buffer.view(torch.uint8)
-    moved = fn(raw)
-    return (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)
 
 
 def _buffer_dtype(dtype: torch.dtype | None) -> torch.dtype:

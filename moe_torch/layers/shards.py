@@ -84,3 +84,13 @@ def shared_like(shared: Any, local: torch.Tensor) -> Any:
             shape[placed.dim] *= shared.device_mesh.size(axis)
     sizes: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     return type(shared).from_local(local, shared.device_mesh, shared.placements, run_check=False, **sizes)
+
+
+def moved_bytes(buffer: Any, fn: Any) -> torch.Tensor:
+    """Apply fn to the bytes of a buffer, which keeps its dtype."""
+    if hasattr(buffer, "device_mesh"):
+        # DTensor confuses views of one shape in two dtypes.
+        return shared_like(buffer, moved_bytes(buffer.to_local(), fn))
+    raw = buffer.view(torch.uint8)
+    moved = fn(raw)
+    return (moved if moved.dtype == raw.dtype else raw.to(moved.device)).view(buffer.dtype)

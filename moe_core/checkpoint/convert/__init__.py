@@ -35,7 +35,7 @@ from moe_core.checkpoint.layouts import NVFP4
 from moe_core.checkpoint.storage import FLOATING, StackReader
 from moe_core.checkpoint.write import DEFAULT_SHARD_BYTES
 from moe_core.errors import InvalidInput
-from moe_core.formats import Format, QuantizedTensor
+from moe_core.formats import Format, QuantizedTensor, format_named, format_names
 from moe_core.ops.quantize.reference import ErrorSum, dequantize
 
 _SIDE_FILES = (".json", ".txt", ".jinja", ".model")
@@ -109,8 +109,8 @@ def convert_checkpoint(
     Args:
         source: a directory, or a GGUF file, whose directory may have the config.json of the original model.
         destination: a new or empty directory, or one that an interrupted call left.
-        format: a dtype (`bfloat16`, `float16` or `float32`) writes plain weights, `nvfp4` that format, which no kernel
-            of this library takes.
+        format: a format or its name. A dtype (`bfloat16`, `float16` or `float32`) writes plain weights, `nvfp4` that
+            format, which no kernel of this library takes.
         loader: `transformers`: refuse what transformers does not load right. `moebius`: only this library must read
             the files, which have llm-compressor's names.
         allow_not_finite: allow NaN and infinities. The format decides their result.
@@ -121,7 +121,9 @@ def convert_checkpoint(
         Unsupported: a format that no checkpoint stores weights in, or that `loader` does not read.
         OSError: the disk is full.
     """
-    if not isinstance(format, str):
+    if isinstance(format, str) and format in format_names():
+        format = format_named(format)
+    elif not isinstance(format, str):
         require_kind("format", format, Format)
     require_flag("allow_not_finite", allow_not_finite)
     require_at_least("shard_bytes", shard_bytes, 1)

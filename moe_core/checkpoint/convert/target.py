@@ -18,7 +18,7 @@ from moe_core.checkpoint.layer import Checkpoint
 from moe_core.checkpoint.layouts import NVFP4, nvfp4
 from moe_core.checkpoint.packing import Packing, compressed_settings, packing_for
 from moe_core.errors import InvalidInput, Unsupported
-from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, quantized_shapes
+from moe_core.formats import Format, QuantizedSpec, QuantizedTensor, format_names, quantized_shapes
 from moe_core.ops.quantize.reference import dequantize, quantize, quantize_rounded
 
 LOADERS = ("transformers", "moebius")
@@ -57,7 +57,7 @@ class Target:
         architecture, family = checkpoint.architecture, checkpoint.family
         require_choice("loader", loader, LOADERS)
         if isinstance(format, str):
-            require_choice("format", format, (*dtypes.MATMUL_DTYPES, NVFP4.name))
+            require_choice("format", format, (*dtypes.MATMUL_DTYPES, NVFP4.name, *format_names()))
             packing = nvfp4(compressed_settings("nvfp4-pack-quantized", _NVFP4), modelopt=False)
             plain = cls(architecture, family, None, format, None)
             target = plain if format != NVFP4.name else cls(architecture, family, NVFP4, dtype, packing)

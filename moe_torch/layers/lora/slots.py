@@ -16,7 +16,7 @@ from moe_core.specs.operands import BEYOND_EXPERTS, LoRAFactors, RouterWeights, 
 from moe_torch.bridge.arrays import require_same_device
 from moe_torch.bridge.operator import Operator, call
 from moe_torch.bridge.options import TORCH_DTYPES, decode, encode, require_instance
-from moe_torch.layers.parameters import moved_bytes
+from moe_torch.layers.shards import moved_bytes
 from moe_torch.layers.weights import from_numpy
 from moe_torch.operators.table import LORA
 

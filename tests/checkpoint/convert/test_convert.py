@@ -216,7 +216,7 @@ def headers(directory: Path, fact: str = "shape") -> dict[str, tuple[int, ...]]:
     [
         (FP8_GROUP, Unsupported, "format must be one that checkpoints store weights in, got fp8_group"),
         (7, InvalidInput, "format must be a Format, got int"),
-        ("mxfp4", InvalidInput, "format must be one of bfloat16, float16, float32, nvfp4, got 'mxfp4'"),
+        ("mxfp5", InvalidInput, "format must be one of bfloat16, float16, float32, nvfp4, .*mxfp4.*, got 'mxfp5'"),
         (int4(96), InvalidInput, r"the experts' gate_proj cannot be quantised: the input axis must be a multiple of "
             r"96 for int4_g96 \(groups of 96\), got 128 in \(64, 128\)"),
         (int4(128), InvalidInput, r"experts' down_proj cannot be quantised: .* got 64 in \(128, 64\)"),

@@ -136,6 +136,25 @@ def test_errors() -> None:
             rounding(x)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_of_other_dtypes_is_refused(assign: bool) -> None:
+    """Copies would convert the numbers of codes and exponents. Narrower scales in fp32 widen exactly."""
+    layer, (mx, _) = MoE.from_weights(quantized_weights("int4_w4a16")[0]), quantized_weights("mxfp4_w4a16")
+    exponents, state = MoE.from_weights(mx), layer.state_dict()
+    for target, name, dtype in (
+        (layer, "experts.gate_up.values", torch.float32),
+        (layer, "experts.down.scales", torch.int32),
+        (exponents, "experts.down.scales", torch.float8_e8m0fnu),
+        (exponents, "experts.down.scales", torch.float32),
+    ):
+        one = target.state_dict()
+        wrong = one[name].to(torch.float32).to(dtype)
+        with pytest.raises(RuntimeError, match=rf"{name} must be .*, got {dtype}, and copies convert numbers; load"):
+            copy.deepcopy(target).load_state_dict(one | {name: wrong}, assign=assign)
+    if not assign:
+        layer.load_state_dict(state | {"experts.down.scales": state["experts.down.scales"].bfloat16()})
+
+
 def test_quantised_shared_experts_of_a_checkpoint_are_dequantised(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(quantized_config("gpt_oss", MXFP4, 64, 96)))
     save_file(mxfp4_layer(64, 96), tmp_path / "model.safetensors")
