@@ -133,7 +133,7 @@ def compare(ranks: Pool, size: int, way: ExchangeSpec, spare: int, kind: str, en
             assert isinstance(one, LayerMoves) and one.after > one.before and one.placement.version >= 1
             each = one.placement.per_rank
             away = sum(move.source // each != move.target // each for move in one.moves)
-            assert one.bytes == away * EXPERT and away > 0
+            assert one.bytes == away * EXPERT and away > 0 and f" {one.bytes} bytes" in str(one)
 
 
 @pytest.mark.parametrize(
