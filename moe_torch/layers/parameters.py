@@ -197,7 +197,7 @@ class RouterParameters(ParameterGroup, torch.nn.Linear):
         scale = self.expert_scale
         if scale is None:
             return weights
-        _require_here("router.expert_scale", scale, weights)
+        require_here("router.expert_scale", scale, weights)
         scale = at_least_float32(scale)
         rows = ops.router(scale.new_zeros(ids.shape[0], 1), scale.new_zeros(1, scale.shape[0]), bias=scale)
         return weights * rows.gather(1, ids.clamp(min=0).long())
@@ -256,8 +256,6 @@ class ExpertParameters(ParameterGroup):
         spec = dataclasses.replace(self.spec, router=None, shared_activation=None)
         routing = TopK(ids, weights.weights if isinstance(weights, Uncast) else weights)
         x, operands = autocast(x), self.operands()
-        if norm is not None:
-            _require_here("output.norm", norm, x)
         if norm is None and low_rank is None:
             return self.moe(x, operands, routing, spec).output
         return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))
@@ -267,12 +265,13 @@ class ExpertParameters(ParameterGroup):
         return None if norm is None or spec is None else lambda slots: ops.rms_norm(slots, norm, spec)
 
 
-def _require_here(name: str, array: Any, x: torch.Tensor) -> None:
-    """Refuse an array that a wrapper gathers or loads for its part's own call alone."""
+def require_here(name: str, array: Any, x: torch.Tensor) -> Any:
+    """Return an array, or refuse one that a wrapper gathers or loads for its part's own call alone."""
     if hasattr(array, "device_mesh"):
         part = name.partition(".")[0]
         raise Unsupported(f"{name} must be whole outside of layer.{part}, got a shard; call fully_shard on the layer")
     require_same_device(name, array, "x", x)
+    return array
 
 
 class SharedParameters(ParameterGroup):

@@ -18,7 +18,7 @@ from moe_core.specs.operands import LoRAFactors, MoEOutput, RaggedLayout, Router
 from moe_torch import ops
 from moe_torch.bridge.arrays import require_dense
 from moe_torch.layers.casts import at_least_float32, autocast
-from moe_torch.layers.parameters import Uncast, has_own_call, is_gathered, own_part
+from moe_torch.layers.parameters import Uncast, has_own_call, is_gathered, own_part, require_here
 from moe_torch.layers.weights import unmerged
 from moe_torch.operators.beyond import ARRAYS
 from moe_torch.operators.kinds import as_int32
@@ -77,7 +77,7 @@ def run_stages(
     own_spec = dataclasses.replace(layer.moe_spec, router=None, lora_dropout=adapters.dropout)
     shared_alone = shared is not None and (has_own_call(shared) or len(adapters.shared) > 0)
     if spec.latent is not None or normed or has_own_call(experts) or shared_alone:
-        norm = (own_part(layer.output, "output").norm,) if normed else ()
+        norm = (require_here("output.norm", own_part(layer.output, "output").norm, x),) if normed else ()
         entering = x
         if spec.latent is not None:
             if torch.is_grad_enabled():
