@@ -53,16 +53,17 @@ class _Again(NamedTuple):
         return Results(output, received, overflow, tokens_per_expert, invalid_ids)
 
 
-def remember(call: ExchangeCall, x: torch.Tensor, routes: PeerRoutes, dtype: torch.dtype) -> None:
-    """Remember a call of one chunk without a shared expert that has run."""
+def remember(call: ExchangeCall, like: Callable[[], torch.Tensor], routes: PeerRoutes, dtype: torch.dtype) -> None:
+    """Remember a call of one chunk without a shared expert that has run. like: makes an array like x."""
     steps, placement = call.steps, call.plan.placement
-    if not isinstance(routes, DirectRoutes) or steps is None or x.device.type not in joined.DEVICES:
+    if not isinstance(routes, DirectRoutes) or steps is None or routes.ids.device.type not in joined.DEVICES:
         return
     (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
     products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))
     others = call.moving, mask, given, routes.format
     if products is None or any(one is not None for one in others):
         return
+    x = like()
     header = call.header(x.device)
     tokens = HomeTokens(x, ids, weights, None, places_of_experts, None)._asdict()
     tables = {f"{name}_at": getattr(memory, name).addresses for name in ("rows", "ids", "weights", "headers")}

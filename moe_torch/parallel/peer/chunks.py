@@ -80,7 +80,7 @@ class PeerPlanner(Planner):
 
     def ended(self, routes: PeerRoutes, dtype: torch.dtype) -> None:
         if self._like is not None:
-            again.remember(self.call, self._like(), routes, dtype)
+            again.remember(self.call, self._like, routes, dtype)
 
     def schedule(self, brought: Brought, owner: Owner, shared: Shared | None, dtype: torch.dtype) -> Results | None:
         """shared: called while rows travel, if possible. dtype: of the output."""
