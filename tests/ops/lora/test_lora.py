@@ -307,25 +307,21 @@ ON_HOPPER = {
     "halves, many ranks": (Activation("silu"), {"tokens": 641, "ranks": (8, 64, 33, 0), "padded": 64}),
     "separate, shared": (SEPARATE, {"tokens": 90, "ranks": (5, 16), "shared": True}),
     "one token": (OAI, {"tokens": 1}),
-    "swapped": (OAI, {"tokens": 520, "ranks": (3, 16, 1), "expected": 512}),
-    "swapped, halves": (Activation("silu"), {"tokens": 333, "ranks": (8, 64, 33, 0), "padded": 64, "expected": 512}),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_HOPPER)
 def test_hopper_kernels_have_the_bits_of_portable_ones(name: str) -> None:
-    """Not those with swapped operands, whose tails are other instructions."""
     needs_sm_90()
     activation, options = ON_HOPPER[name]
-    expected, options = options.get("expected", 65536), {key: options[key] for key in options if key != "expected"}
     small, target = TileConfig(64, 64, 64, 4, 3), engine_target()
-    spec = MoESpec(activation, tuning=Tuning(expected_tokens=expected))
+    spec = MoESpec(activation, tuning=Tuning(expected_tokens=65536))
     problem = draw(spec, sizes=(320, 192, 8, 2), dtype="bfloat16", **options)
     tuning = Tuning(matmul_1=small, matmul_2=small, expected_tokens=32)
     portable = dataclasses.replace(problem, spec=MoESpec(activation, tuning=tuning))
     made, wanted = check(problem, target), check(portable, target)
-    assert expected == 512 or all(made[name].tobytes() == wanted[name].tobytes() for name in made)
+    assert all(made[name].tobytes() == wanted[name].tobytes() for name in made)
     base = problem.forward(target, lora=False)["output"]
     none = effective(problem) < 0
     assert made["output"][none].tobytes() == base[none].tobytes()

@@ -149,10 +149,10 @@ class _Sm90(Sm90Family):
         ranges = _SWAPPED_MEANS["apart" if gate_layout in ("halves", "separate") else gate_layout]
         # Rows in multiples of a tile fill other blocks without a rest.
         loose = problem.layout is None or problem.layout.limit is None
-        if loose and problem.d <= _SWAPPED_LONGEST and any(low <= rows <= high for low, high in ranges):
-            return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if problem.tail is not None:
             return sm90_config(problem, SM90_STAGES, 4)
+        if loose and problem.d <= _SWAPPED_LONGEST and any(low <= rows <= high for low, high in ranges):
+            return sm90_config(problem, _most_stages(SM90_SWAPPED_BLOCK_M, problem), 4, SM90_SWAPPED_BLOCK_M)
         if _TALL_ROWS[0] <= rows <= _TALL_ROWS[1]:
             return sm90_config(problem, SM90_TALL_STAGES, 4, SM90_TALL_BLOCK_M)
         # A shorter queue keeps blocks together.
@@ -163,8 +163,8 @@ class _Sm90(Sm90Family):
         only = sm90_config(problem, config.num_stages, config.group_m)
         if config.block_m not in _KERNELS or dataclasses.replace(config, block_m=SM90_BLOCK_M) != only:
             return f"the sm90 family's tiles are {only}, or the same with block_m 160 or 192, got {config}"
-        if problem.tail is not None and config.block_m == SM90_TALL_BLOCK_M:
-            return f"a tail of adapters takes block_m {SM90_BLOCK_M} or {SM90_SWAPPED_BLOCK_M}, got {config}"
+        if problem.tail is not None and config.block_m != SM90_BLOCK_M:
+            return f"a tail of adapters takes block_m {SM90_BLOCK_M}, got {config}"
         return why_not_stages(config, _most_stages(config.block_m, problem))
 
     def storing(self, config: TileConfig, problem: MatmulProblem) -> TileConfig:
@@ -200,7 +200,7 @@ def sm90_arguments(
     x, weight, in_out = operands.x, operands.weight, spec.weight_layout == "in_out"
     d, n, weight_n = sizes.d, sizes.n, sizes.weight_n
     tall = config.block_m == SM90_TALL_BLOCK_M
-    tail = {} if tall else tail_arguments(builder, problem.tail)
+    tail = tail_arguments(builder, problem.tail) if config.block_m == SM90_BLOCK_M else {}
     if tall and builder.has("pre"):
         raise InvalidInput(
             f"config must have block_m {SM90_BLOCK_M} where the pre-activation is stored, as training does, got "

@@ -3,8 +3,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_core.ops.common.kernels.layer import layer_in_stack
-from moe_core.ops.matmul.sm90.kernels.low_rank import prefetch_tail
-from moe_core.ops.matmul.sm90.kernels.pipeline import PIECE, RING, WIDE, advance, announce
+from moe_core.ops.matmul.sm90.kernels.pipeline import RING, advance, announce
 from moe_core.ops.matmul.sm90.kernels.producer import load_steps, take_tile
 from moe_core.ops.matmul.sm90.kernels.tail import adapters_of, load_tail
 from moe_core.ops.matmul.sm90.kernels.tall_producer import load_steps as load_tall_steps
@@ -22,7 +21,6 @@ def producer(product):
     tiles, pipeline, weights = product.tiles, product.pipeline, product.weights
     TALL: gl.constexpr = tiles.row_lists is not None
     BIASED: gl.constexpr = (tiles.biases is not None) and ((weights.bias is not None) or (weights.up_bias is not None))
-    APART: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")
     # Constants of the kernel: Triton 3.6 passes no function through `warp_specialize`.
     TAKE: gl.constexpr = take_tall_tile if TALL else take_tile
     LOAD: gl.constexpr = load_tall_steps if TALL else load_steps
@@ -55,15 +53,11 @@ def producer(product):
             product, layer_number, tiles.row_lists.index(place) if TALL else None, last_biases
         )
         if tile.expert >= 0:
-            if product.tail is not None and not TALL:
+            if product.tail is not None:
                 adapters = adapters_of(product, tile)
             stage, phase = LOAD(product, sources, tile, group, stage, phase, LEAD, weights.D)
             if product.tail is not None:
-                if TALL:
-                    ACROSS: gl.constexpr = PIECE if APART else WIDE
-                    prefetch_tail(product, tile, tile.column * ACROSS, ACROSS)
-                else:
-                    stage, phase = load_tail(product, tile, adapters, stage, phase)
+                stage, phase = load_tail(product, tile, adapters, stage, phase)
         tile, upper, lower, biases = next_tile, next_upper, next_lower, next_biases
     mbarrier.wait(pipeline.ring_empty.index(place), ring_phase ^ 1)
     announce(pipeline, place, -1, 0, 0, 0)

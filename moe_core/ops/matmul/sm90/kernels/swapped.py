@@ -20,16 +20,7 @@ from moe_core.ops.common.kernels.aggregates import Epilogue, Layout, Output, Pro
 from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.exchange.kernels.addresses import SECTIONS
-from moe_core.ops.lora.kernels.tail import Tail
 from moe_core.ops.matmul.sm90.kernels.feed import producer
-from moe_core.ops.matmul.sm90.kernels.low_rank import (
-    COLUMNS,
-    add_where,
-    factor_step,
-    facts_of,
-    present_adapters,
-    steps_of,
-)
 from moe_core.ops.matmul.sm90.kernels.matmul import pre_target, result_target, store_rows
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
@@ -191,29 +182,6 @@ def finish_part(
 
 
 @gluon.jit
-def add_tail(product, tile, sums, columns, exist):
-    """Continue sums by the adapters of a tile's rows, adapters and ranks ascending. columns: of both left operands."""
-    tail = product.tail
-    present = present_adapters(tail, tile.expert, tile.start, tile.rows, "")
-    last = present.last
-    for adapter in range(present.adapter, last):
-        following = facts_of(tail, tile.expert, adapter + 1, last, "")
-        for step in range(0, steps_of(tail, present, tile.start, tile.rows), tail.BLOCK_R):
-            made = ()
-            for operand in gl.static_range(len(sums) // PIECES):
-                factor, wild = factor_step(tail, present, tile.expert, columns[operand], exist[operand], step)
-                for piece in gl.static_range(PIECES):
-                    start = tile.start + PART * piece
-                    part = sums[operand * PIECES + piece]
-                    if tile.rows > PART * piece:
-                        part = add_where(part, factor, wild, tail, start, present, step)
-                    made += (part,)
-            sums = made
-        present = following
-    return sums
-
-
-@gluon.jit
 def multiply_and_finish(
     product, tile, place, stage, phase, turn, layer_number, layer_exists, WHICH: gl.constexpr, KIND: gl.constexpr
 ):
@@ -222,27 +190,21 @@ def multiply_and_finish(
     BIASED: gl.constexpr = (weights.bias is not None) or (weights.up_bias is not None)
     APART: gl.constexpr = (weights.GATE_LAYOUT == "halves") or (weights.GATE_LAYOUT == "separate")
     LEFTS: gl.constexpr = 1 if KIND == "one" else 2
-    END: gl.constexpr = weights.N if APART else weights.WEIGHT_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    if APART:
-        column = tile.column * PIECE + WHICH * LEFT
-        second = column
-    else:
-        column = tile.column * WIDE + (2 * WHICH if KIND == "adjacent" else WHICH) * LEFT
-        second = column + (LEFT if KIND == "adjacent" else PIECE)
     if BIASED:
         # Ask early.
+        if APART:
+            column = tile.column * PIECE + WHICH * LEFT
+            second = column
+        else:
+            column = tile.column * WIDE + (2 * WHICH if KIND == "adjacent" else WHICH) * LEFT
+            second = column + (LEFT if KIND == "adjacent" else PIECE)
         left_biases = biases_of(weights, layer_number, tile.expert, column, False, layout)
         right_biases = left_biases
         if LEFTS == 2:
             right_biases = biases_of(weights, layer_number, tile.expert, second, APART, layout)
     zeros = (gl.zeros([LEFT, PART], gl.float32, layout),) * PIECES
     stage, phase, sums = multiply_tile(product, tile, stage, phase, zeros * LEFTS, WHICH, KIND)
-    if product.tail is not None:
-        UP: gl.constexpr = weights.N if APART else 0
-        columns = column + gl.arange(0, LEFT, COLUMNS), second + gl.arange(0, LEFT, COLUMNS)
-        exist = columns[0] < END, columns[1] < END
-        sums = add_tail(product, tile, sums, (columns[0], columns[1] + UP), exist)
     for piece in gl.static_range(PIECES):
         if tile.rows > PART * piece:
             left, right = sums[piece], sums[(LEFTS - 1) * PIECES + piece]
@@ -299,16 +261,11 @@ def matmul_ogs(
     GATE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     IN_OUT: gl.constexpr, TRUSTED: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
-    tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed,
-    TAIL_RANK: gl.constexpr, TAIL_SLOTS: gl.constexpr, TAIL_NUM_EXPERTS: gl.constexpr, TAIL_SLOT_STRIDE: gl.constexpr,
-    TAIL_EXPERT_STRIDE: gl.constexpr, TAIL_R_STRIDE: gl.constexpr, TAIL_N_STRIDE: gl.constexpr,
-    TAIL_THRESHOLD: gl.constexpr, TAIL_MASKED: gl.constexpr, TAIL_SALT: gl.constexpr, TAIL_BLOCK_R: gl.constexpr,
 ):  # fmt: skip
     """As `sm90.kernels.matmul`. schedule: row blocks of 160, cut by `even_block` in eights. Boxes of x_map, y_map,
     pre_map and gate_map are 32 rows of 64 columns."""
     # 384 threads start with 168 registers each, 504 over three groups. Gathering takes addresses.
-    LEAST: gl.constexpr = 24 if GATHER == "row" and row_weight is None else 40
-    PRODUCER_REGISTERS: gl.constexpr = LEAST if tail_low is None else 56
+    PRODUCER_REGISTERS: gl.constexpr = 24 if GATHER == "row" and row_weight is None else 40
     CONSUMER_REGISTERS: gl.constexpr = (504 - PRODUCER_REGISTERS) // 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -334,14 +291,7 @@ def matmul_ogs(
     SPREAD: gl.constexpr = 1 if (SCATTER == "row") or (SCATTER == "slot") else SECTIONS
     blocks = Schedule(schedule, counters, num_blocks, COUNTER, GROUP_M, SPREAD)
     rows = Rows(x, x_map, X_STRIDE, GATHER)
-    tail = None
-    if tail_low is not None:
-        tail = Tail(
-            tail_low, tail_factor, tail_virtual_start, tail_ranks, tail_seed, TAIL_RANK, TAIL_SLOTS, TAIL_NUM_EXPERTS,
-            TAIL_SLOT_STRIDE, TAIL_EXPERT_STRIDE, TAIL_R_STRIDE, TAIL_N_STRIDE, TAIL_THRESHOLD, TAIL_MASKED, TAIL_SALT,
-            TAIL_BLOCK_R,
-        )  # fmt: skip
-    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output, tail=tail)
+    product = Product(rows, weights, layout, blocks, tiles, pipeline, epilogue, output)
     gl.warp_specialize(
         [(consumer, (0, product)), (consumer, (1, product)), (producer, (product,))],
         [4, PRODUCER_WARPS],
