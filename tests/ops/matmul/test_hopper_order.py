@@ -54,7 +54,7 @@ def dense(height: int, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
     if height == 192:
         del chosen["pre"]
-    else:
+    elif height == 128:
         chosen.setdefault("tail_low", None)
     return {**PLAIN, **layout(height), "WEIGHT_N": 256 if halves else 128, **chosen}
 

@@ -101,12 +101,10 @@ def factor_step(tail, present, expert, columns, exist, step):
 
 @gluon.jit
 def add_step(sums, factor, wild, tail, start, present, step):
-    """Add a step to wgmma's sums [64, rows from `start` on] of an adapter's rows, where columns in `wild` of its factor
+    """Add a step to sums [64, rows from `start` on] of an adapter's rows, where columns in `wild` of its factor
     become NaN. Others multiply by zero."""
-    LAYOUT: gl.constexpr = sums.type.layout
     TOKENS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    sums = gl.convert_layout(sums, SUMS, assert_trivial=True)
     # Offsets from a scalar start: pointers would take two registers each.
     low, first, end = tail.low + start.to(gl.int64) * tail.RANK + step, present.first - start, present.end - start
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
@@ -114,8 +112,7 @@ def add_step(sums, factor, wild, tail, start, present, step):
     low = gl.load(low + places, mask=((token >= first) & (token < end))[None, :], other=0.0)
     sums = mma_v2(factor, low, sums)
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
-    sums = gl.where(((token >= first) & (token < end))[None, :] & (wild > 0)[:, None], float("nan"), sums)
-    return gl.convert_layout(sums, LAYOUT, assert_trivial=True)
+    return gl.where(((token >= first) & (token < end))[None, :] & (wild > 0)[:, None], float("nan"), sums)
 
 
 @gluon.jit
