@@ -24,7 +24,7 @@ from moe_core.specs import Activation
 from moe_core.specs.operands import map_arrays
 from moe_jax import layers, linen, nnx
 from moe_torch import MoE
-from tests.ops.lora.test_prepacked import drawn, prepacked
+from tests.support.training.lora import drawn_in_tiles, prepacked
 
 D, F, E, K, LAYERS = 96, 64, 3, 2, 2
 MXFP4 = scheme_named("mxfp4_w4a16")
@@ -101,7 +101,7 @@ def test_adapters_of_prepared_layers() -> None:
         y = layer(x, adapter_ids=ids)
         layer.prepack_weights()
         assert torch.equal(layer(x, adapter_ids=ids), y)
-    problem = prepacked(drawn(Activation("silu"), sizes=(64, 64, 3, 2), dtype="float32"))
+    problem = prepacked(drawn_in_tiles(Activation("silu"), sizes=(64, 64, 3, 2), dtype="float32"))
     x, experts, routing, lora, ids = (
         jnp.asarray(one) if isinstance(one, np.ndarray) else map_arrays(one, jnp.asarray)
         for one in (problem.x, problem.experts, problem.routing, problem.lora, problem.adapter_ids)

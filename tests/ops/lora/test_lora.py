@@ -21,10 +21,8 @@ from moe_core.specs import Activation, MoESpec, TileConfig, Tuning
 from moe_core.specs.operands import OutputGradients, TopK
 from tests.support.harness import H200, engine_target
 from tests.support.matmul.sm90 import needs_sm_90
-from tests.support.training.lora import PAIRS, Problem, draw, effective, oracle
+from tests.support.training.lora import OAI, PAIRS, REFERENCE, TOLERANCE, Problem, draw, effective, error, oracle
 
-REFERENCE = Target("reference")
-OAI = Activation("swiglu_oai", gate_layout="interleaved")
 SEPARATE = Activation("silu", gate_layout="separate")
 PLAIN = Activation("relu2", gated=False)
 #: Options of `draw`: hard cases of adapters.
@@ -40,11 +38,6 @@ CASES = {
     "no token": {"tokens": 0},
     "one token": {"tokens": 1},
 }
-TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
-
-
-def error(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), 1e-9))
 
 
 def engines(kernels: bool = True) -> tuple[Target, ...]:

@@ -10,30 +10,17 @@ import pytest
 from moe_core import Unsupported
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
-from moe_core.ops.prepack.prepack import tile
-from moe_core.specs import Activation, MoESpec
-from tests.ops.lora.test_lora import OAI, REFERENCE, TOLERANCE, error
+from moe_core.specs import Activation
 from tests.support.harness import H200, engine_target
 from tests.support.matmul.sm90 import needs_sm_90
-from tests.support.training.lora import Problem, draw, effective, oracle
+from tests.support.training.lora import OAI, REFERENCE, TOLERANCE, drawn_in_tiles, effective, error, oracle, prepacked
 
 SILU = Activation("silu")
 
 
-def prepacked(problem: Problem) -> Problem:
-    experts, order = problem.experts, problem.spec.activation.gate_layout or "rows"
-    tiled = dataclasses.replace(experts, gate_up=tile(experts.gate_up, order), down=tile(experts.down, "rows"))
-    return dataclasses.replace(problem, experts=tiled)
-
-
-def drawn(activation: Activation, scheme: str = "mxfp4_w4a16", **options: object) -> Problem:
-    spec = MoESpec(activation, weight_layout="out_in")
-    return draw(spec, **({"sizes": (320, 192, 8, 2), "scheme": scheme, "dtype": "bfloat16"} | options))  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("activation", [OAI, SILU, Activation("relu2", gated=False)], ids=str)
 def test_the_twin_has_the_bits_of_published_weights(activation: Activation) -> None:
-    problem = drawn(activation, sizes=(64, 64, 3, 2), ranks=(3, 0, 16))
+    problem = drawn_in_tiles(activation, sizes=(64, 64, 3, 2), ranks=(3, 0, 16))
     one, other = (each.forward(REFERENCE)["output"] for each in (problem, prepacked(problem)))
     assert one.tobytes() == other.tobytes()
 
@@ -59,7 +46,7 @@ ON_HOPPER = {
 def test_hopper_kernels(name: str) -> None:
     needs_sm_90()
     activation, options = ON_HOPPER[name]
-    problem = drawn(activation, **options)
+    problem = drawn_in_tiles(activation, **options)
     ours, target = prepacked(problem), engine_target()
     made = ours.forward(target)["output"]
     assert error(made, oracle(problem)["output"]) < TOLERANCE["bfloat16"]
@@ -72,7 +59,7 @@ def test_hopper_kernels(name: str) -> None:
 
 
 def test_explain_says_what_adds_tails_and_training_is_refused() -> None:
-    problem = prepacked(drawn(OAI))
+    problem = prepacked(drawn_in_tiles(OAI))
     specs = problem.specs
     options = ForwardOptions(lora=specs.lora, adapter_ids=specs.adapter_ids)
     plan = plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=options)

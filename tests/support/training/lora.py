@@ -17,12 +17,16 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import BackwardOptions, ForwardOptions
 from moe_core.ops.moe.reference.backward import moe_backward_stages
 from moe_core.ops.moe.reference.forward import moe_stages
+from moe_core.ops.prepack.prepack import tile
 from moe_core.ops.quantize.reference import dequantize, quantize
-from moe_core.specs import MoESpec
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.operands import ExpertWeights, LoRAFactors, MoEOperands, OutputGradients, TopK, named_arrays
 from tests.support.harness import run_plan, spec_of
 
 PAIRS = ("a1", "b1", "a2", "b2")
+REFERENCE = Target("reference")
+OAI = Activation("swiglu_oai", gate_layout="interleaved")
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 @dataclass(frozen=True)
@@ -230,3 +234,19 @@ def oracle(problem: Problem) -> dict[str, np.ndarray]:
                 one = one * (kept if name[0] == "a" else kept[:, None])
                 made[f"d_lora.{name}"][adapter] += one.sum(axis=0, keepdims=True) if a.shape[0] == 1 else one
     return made
+
+
+def error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), 1e-9))
+
+
+def drawn_in_tiles(activation: Activation, scheme: str = "mxfp4_w4a16", **options: Any) -> Problem:
+    """Published experts whose sizes prepacked tiles take."""
+    spec = MoESpec(activation, weight_layout="out_in")
+    return draw(spec, **({"sizes": (320, 192, 8, 2), "scheme": scheme, "dtype": "bfloat16"} | options))
+
+
+def prepacked(problem: Problem) -> Problem:
+    experts, order = problem.experts, problem.spec.activation.gate_layout or "rows"
+    tiled = dataclasses.replace(experts, gate_up=tile(experts.gate_up, order), down=tile(experts.down, "rows"))
+    return dataclasses.replace(problem, experts=tiled)
