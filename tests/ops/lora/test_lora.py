@@ -182,7 +182,9 @@ def test_one_adapter_reaches_no_rows_of_others(value: float) -> None:
     for one in broken.values():
         one[0] = value
     hurt = dataclasses.replace(problem, lora=dataclasses.replace(problem.lora, **broken))
+    last = dataclasses.replace(problem, lora=dataclasses.replace(problem.lora, b2=broken["b2"]))
     for target in (REFERENCE, engine_target()):
+        assert not np.isfinite(last.forward(target)["output"][problem.adapter_ids == 0]).any()
         clean, made = problem.forward(target)["output"], hurt.forward(target)["output"]
         others = problem.adapter_ids != 0
         np.testing.assert_array_equal(clean[others], made[others])
