@@ -388,7 +388,7 @@ class MoE(PlannedLayer):
 
     def export_weights(self) -> LayerWeights:
         """Return canonical weights in the layer's storage, with shared memory on a CPU. A collective if sharded."""
-        peft = {f"PEFT's adapters of {name}": unmerged(self._modules[name]) for name in self._part_names}
+        peft = {f"PEFT's adapters of {name}": unmerged(part) for name, part in self.named_children()}
         own = {"lora": bool(self.lora), "block_router": "block_router" in vars(self)}
         warn_left_out(**own, input_noise=self.input_noise, **peft)
         arrays = {name: gathered(name, one) for name, one in (self._tensors() | self.restored_tensors()).items()}
