@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +16,11 @@ import torch
 
 import moe_torch
 from moe_core.parallel import ExchangeSpec
+from moe_core.specs import Tuning
 from moe_core.specs.operands import TopK
 from moe_torch.parallel import ExpertParallel, combine, dispatch
 from moe_torch.parallel.group import Ranks
+from moe_torch.parallel.stages import Arrived
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import broken, run_group, trained
@@ -106,6 +110,17 @@ def differences(pool: Pool, problems: tuple[Problem, ...], way: ExchangeSpec, fa
 def test_micro_batches_that_overlap_have_the_bits_of_moe(ranks: Pool, way: ExchangeSpec, dtype: str) -> None:
     for load in LOADS if dtype == "float32" and way == WAYS[0] else ("random", "hot_rank"):
         assert not differences(ranks, problems_of(load, dtype), way), load
+
+
+def test_tiles_are_for_the_rows_of_all_ranks() -> None:
+    """Each of 14 tokens brings a row for each of its 3 experts, or one with all of its ids."""
+    routes: Any = SimpleNamespace(group_tokens=14)
+    routes.call = SimpleNamespace(plan=SimpleNamespace(placement=placement_of("linear", 6, 2)))
+    some, wide = torch.zeros(5, 1), torch.zeros(5, 3)
+    for array, tuning, rows in ((some, None, 42), (wide, None, 14), (some, Tuning(expected_tokens=8), 24)):
+        arrived = Arrived(some, array.int(), array, some, routes, 3)
+        made = arrived.spec(dataclasses.replace(PLAIN, tuning=tuning))
+        assert made.tuning == Tuning(expected_tokens=rows, expected_experts=6)
 
 
 def test_ranks_without_tokens_take_part(ranks: Pool) -> None:

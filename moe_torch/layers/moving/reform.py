@@ -94,7 +94,7 @@ def without(parallel: ExpertParallel, alive: Sequence[int]) -> ExpertParallel:
 
 def full_up(owners: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Owners with equally many places."""
-    most = max(1, *map(len, owners))
+    most = max(map(len, owners))
     return tuple((*rank, *[HOLE] * (most - len(rank))) for rank in owners)
 
 

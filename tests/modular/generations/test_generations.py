@@ -131,6 +131,11 @@ WRITTEN = {
         "a, rank_weights, rank_ids, num_experts, expert_map, apply_router_weight_on_input, q, d",
         None,
     ),
+    "renamed in 0.9.2": (
+        "prepare",
+        "a, scale, scale_2, rank_weights, rank_ids, num_experts, expert_map, apply_router_weight_on_input, q",
+        None,
+    ),
     "some": ("prepare", "topk_ids, a1, *, topk_weights, apply_router_weight_on_input=False", None),
     "rest": ("prepare", "a1, topk_weights, *rest", None),
     "named": ("prepare", "a1, **named", None),

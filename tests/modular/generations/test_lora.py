@@ -129,6 +129,21 @@ def test_slots_change_in_place_and_ids_come_from_vllms_wrapper() -> None:
     assert torch.equal(kernel(*case.arguments()), base)
 
 
+def test_one_slot_and_tokens_without_it() -> None:
+    case = Case.drawn(1, "silu")
+    stacked = [name for name in vars(case.context) if name.endswith("_stacked")]
+    first = {name: tuple(one[:1] for one in getattr(case.context, name)) for name in stacked}
+    ctx = dataclasses.replace(case.context, **first, adapter_enabled=torch.ones(2, dtype=torch.int32), max_loras=1)
+    wanted = of_float64(
+        dataclasses.replace(case, context=dataclasses.replace(case.context, adapter_enabled=torch.tensor([1, 0, 0])))
+    )
+    for name in ("TritonExperts", "UnfusedOAITritonExperts"):
+        kernel = kernel_of(name)
+        kernel.fused_experts.set_lora_context(ctx)
+        with running_on("reference"), torch.no_grad():
+            np.testing.assert_allclose(kernel(*case.arguments()).numpy(), wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
 def test_refusals() -> None:
     case = Case.drawn(1, "silu")
     ctx, experts = case.context, modular.TritonExperts()

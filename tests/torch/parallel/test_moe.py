@@ -20,7 +20,8 @@ from moe_core.formats import format_named
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.header import STATIC_MODES
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
-from moe_core.specs.operands import RouterLogits, TopK
+from moe_core.specs.operands import ExpertWeights, RouterLogits, SharedExpert, TopK
+from moe_torch.parallel.dense import shared_output
 from tests.support.parallel.peer import PEER_FAULTS
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
@@ -148,6 +149,23 @@ def test_shared_experts(ranks: Pool, number: int) -> None:
     if way.mode == "peer":
         chunked = dataclasses.replace(way, chunks=2)
         compare_with_one_device(ranks, problem, chunked, "chunks", engine="interpreter", differentiated=False)
+
+
+def test_a_shared_expert_keeps_no_rows_of_its_result() -> None:
+    """Beside x, its weights and what the backward reads, among it the gate's logits."""
+    x, wide = torch.randn(6, 16), torch.randn(6, 16, requires_grad=True)
+    shared = SharedExpert(torch.randn(16, 48), torch.randn(24, 16), gate=torch.randn(16, 1))
+    experts, silu = ExpertWeights(torch.randn(2, 16, 16), torch.randn(2, 8, 16)), Activation("silu")
+    kept: list[int] = []
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        kept.append(one.data_ptr())
+        return one
+
+    with running_on("reference"), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        rows, logits = shared_output(x, wide, shared, experts, MoESpec(silu, shared_activation=silu), 6)
+    assert rows.requires_grad and logits is not None and {x.data_ptr(), logits.data_ptr()} < {*kept}
+    assert rows.data_ptr() not in kept
 
 
 @over(PEER)

@@ -183,12 +183,16 @@ def test_experts_move_in_training_with_their_states(ranks: Pool) -> None:
 
 def refused(group: Any, rank: int) -> list[str]:
     texts, model = [], model_of(ExpertParallel(mesh_of(group)))
-    mirror = Mirror(model, optimizer_of(model))
+    mirror, optimizer = Mirror(model, optimizer_of(model)), optimizer_of(model)
+    steps = [mirror.step]
+    mirror.save()
+    assert [*steps, mirror.step] == [-1, 0]
     for call in (
         lambda: reform(model, [0, 1]) if rank < 2 else reform(model, [2, 3]),
         lambda: reform(model, [rank ^ 1]),
         lambda: reform(torch.nn.Linear(2, 2)),
         lambda: mirror.reform([0, 1] if rank < 2 else [2, 3]),
+        lambda: (mirror if rank else Mirror(model, optimizer)).save(),
         lambda: move_experts(model[0], Placement.linear(E, 3)),
         lambda: move_experts(model[0], E),  # type: ignore[arg-type]
     ):
@@ -202,7 +206,8 @@ def refused(group: Any, rank: int) -> list[str]:
 def test_errors(ranks: Pool) -> None:
     expected = ("survivors must hold every expert, got none of [", "survivors must hold this rank, ",
                 "model must have layers of parallelize on the same ranks, got 0", "survivors must hold a copy of every",
+                "all ranks must save after the same step, got [-1, 0, 0, 0] by rank; call save on all of them",
                 "placement must be of the layer's 6 experts and 4 ranks, got ",
                 "placement must be a Placement, got int")  # fmt: skip
     for texts in ranks.call(refused, [(rank,) for rank in range(4)]):
-        assert [text.startswith(start) for text, start in zip(texts, expected, strict=True)] == [True] * 6, texts
+        assert [text.startswith(start) for text, start in zip(texts, expected, strict=True)] == [True] * 7, texts
