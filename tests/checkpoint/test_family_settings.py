@@ -97,7 +97,8 @@ def test_a_scale_beside_groups_of_deepseek_v2() -> None:
 
 def test_the_largest_numbers_of_settings() -> None:
     settings = text_model(settings_of(*ROWS["ernie4_5_moe"])).settings
-    assert layer_spec_from_config({**settings, "moe_norm_min": 1e-6}) == layer_spec_from_config(settings)
+    spec = layer_spec_from_config(settings)
+    assert spec.correction_bias and layer_spec_from_config({**settings, "moe_norm_min": 1e-6}) == spec
     assert ModelConfig("x", {"num_hidden_layers": 10_000}).num_layers() == 10_000
     with pytest.raises(InvalidInput, match="an integer of at most 10000, got 10001"):
         ModelConfig("x", {"num_hidden_layers": 10_001}).num_layers()

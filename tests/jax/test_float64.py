@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe_core.layers import LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsSpec
-from moe_jax import InvalidInput, NormSpec, layers
+from moe_jax import InvalidInput, LoRA, NormSpec, layers
 from tests.support.jax import running_on
 
 T, D, F, E, K = 3, 4, 3, 6, 2
@@ -35,7 +35,8 @@ def test_float64_is_never_promoted(of_x: Any, of_layer: Any) -> None:
     x, options = draw(T, D).astype(of_x), {"param_dtype": of_layer, "rngs": nnx.Rngs(0)}
     with pytest.raises(InvalidInput, match=f"x must be {of_layer.__name__} like the experts, got {of_x.__name__}"):
         MoE(D, F, E, K, **options)(x)
-    assert MoE(D, F, E, K, dtype=jnp.float64, **options)(x).dtype == jnp.float64
+    for lora in (None, LoRA(rank=2)):
+        assert MoE(D, F, E, K, dtype=jnp.float64, lora=lora, **options)(x).dtype == jnp.float64
 
 
 @pytest.mark.parametrize(

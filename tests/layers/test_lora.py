@@ -79,6 +79,7 @@ def test_adapters_that_do_not_fit() -> None:
         lora.require_slot(1)
     with pytest.raises(InvalidInput, match="rank must be"):
         lora.require_rank(4)
+    assert lora.require_rank(1) == 1
     normed = layer(output=OutputSpec(NormSpec(), "experts"))
     for spec in (normed, layer(experts=ExpertsSpec(scheme=scheme_named("fp8_channel")))):
         with pytest.raises(Unsupported, match="lora must be None"):

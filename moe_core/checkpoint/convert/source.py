@@ -146,8 +146,6 @@ class LayerSource:
         stored = {
             name: self._matrix(f"experts.{name}", expert) for name in dict.fromkeys(halves[one] for one in fields)
         }
-        if stored.get("up") is not None and "gate_up" not in stored:
-            return stored
         return {name: matrix for name, matrix in self._apart(stored).items() if name in fields}
 
     def _matrix(self, name: str, expert: int) -> Matrix:

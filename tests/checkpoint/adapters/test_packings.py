@@ -304,6 +304,9 @@ def test_every_tensor_counts(tmp_path: Path) -> None:
     missing = {name: one for name, one in projections(factors(base())).items() if ".2.up_proj.lora_B" not in name}
     with pytest.raises(InvalidInput, match="for each of 3 experts"):
         read(missing, packing="vllm-2d")
+    stacked = {f"{PREFIX}{PATH}.up_proj.lora_A.weight": np.ones((1, R, D), np.float32)}
+    with pytest.raises(InvalidInput, match=r"got 1 others, such as .*experts.up_proj.lora_A"):
+        read(stacked | projections(factors(base())), packing="vllm-2d")
     with pytest.raises(InvalidInput, match="must have factors of experts in the packing vllm-2d"):
         read(tensors, packing="vllm-2d")
     with pytest.raises(InvalidInput, match=r"r of .* must be the rank of its factors, got 7"):

@@ -276,6 +276,8 @@ def test_what_jit_does_not_see_is_explained_and_refused(kind: AxisType) -> None:
     hides = [[over in text for over in ("wi_0 over ep, fsdp,", "wi_0 over fsdp,", "jit hides")] for text in texts]
     told = [[True, False, True], [False, True, True], [False] * 3]
     assert hides == (told if kind == AUTO else [[False] * 3] * 3)
+    for line in "\n".join(texts).splitlines():
+        assert ("jit hides" in line) == line.endswith("name it by parameter_specs, logical rules or expert_axis")
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])

@@ -13,13 +13,14 @@ from moe_core.base.target import Target
 from moe_core.formats import Format, format_named
 from moe_core.ops.common.rounding import round_to
 from moe_core.ops.exchange.checks import copy_tile
+from moe_core.ops.exchange.push import plan_result_addresses
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
 from moe_core.parallel import ExchangeSpec, Placement
 from moe_core.parallel.exchange import first_owners
 from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
-from tests.support.harness import H200
+from tests.support.harness import H200, run_plan, spec_of
 from tests.support.parallel.peers import ENGINES, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
@@ -226,12 +227,13 @@ def test_tokens_go_to_an_owner_once(target: Target) -> None:
 )
 @pytest.mark.parametrize("width", [16, 128, 208, 2448])
 def test_rows_are_quantised_as_they_go(target: Target, format: Format, width: int, dtype: str) -> None:
-    """To the bits of `quantize_rows`: NaN, infinities and rows of zeros too, and the last group cut."""
+    """To the bits of `quantize_rows`: NaN, infinities and rows of zeros too, and the last group cut. K = 9 too."""
     random = np.random.default_rng(width)
     x = draw_array(random, (9, width), dtype)
     x[0, 3], x[1, 0], x[2] = np.nan, -np.inf, 0
     x[3:5] *= numpy_dtype(dtype).type(1e-4)
-    ids = [random.integers(-1, 4, (len(x), 3)).astype(np.int32), np.zeros((0, 3), np.int32)]
+    top_k = 9 if width == 16 else 3
+    ids = [random.integers(-1, 4, (len(x), top_k)).astype(np.int32), np.zeros((0, top_k), np.int32)]
     peers = Peers(2, target)
     places = peers.places(ids, 4, 30)[0]
     groups = -(-width // 128)
@@ -244,6 +246,16 @@ def test_rows_are_quantised_as_they_go(target: Target, format: Format, width: in
         token, k = np.nonzero(places.owners == rank)
         expected[places.rows[token, k]] = values[token]
         require_bits(peers.of(name, rank), expected, f"{name} of {rank}")
+
+
+@on_engines
+def test_addresses_are_of_rows_alone(target: Target) -> None:
+    """Nothing behind the sources is read."""
+    arrays = {"sources": np.array([[1, 4], [0, 0], [1, 2]], np.int32), "group_start": np.array([0, 2], np.int32)}
+    arrays |= {"slots_at": np.array([1 << 40, 1 << 50])}
+    specs = [spec_of(array) for array in arrays.values()]
+    plan = plan_result_addresses(*specs, target, num_slots=5, width=24, dtype="bfloat16")
+    assert run_plan(plan, arrays)["results_at"].tolist() == [(1 << 50) + 4 * 48, 1 << 40, 0]
 
 
 @on_engines

@@ -19,7 +19,7 @@ from moe_core.ops.matmul.backward import plan_matmul_ogs_backward
 from moe_core.ops.matmul.forward import plan_matmul_ogs
 from moe_core.ops.matmul.quantized.plan import product_method
 from moe_core.ops.matmul.reference.backward import weight_gradient
-from moe_core.ops.matmul.reference.rows import dense_rows, rows_of
+from moe_core.ops.matmul.reference.rows import Rows, dense_rows, rows_of
 from moe_core.ops.moe.reference.backward import _Chain
 from moe_core.ops.quantize.rows import plan_quantize_rows
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, MoESpec, RouterSpec, TileConfig
@@ -65,6 +65,11 @@ def test_more_threads_than_pieces_give_the_same_bits() -> None:
     for number in (2, 16):
         with threads.use(number):
             np.testing.assert_array_equal(run_layer(one, REFERENCE)["output"], alone)
+
+
+def test_the_largest_pieces_come_first() -> None:
+    parts = [(0, slice(0, 1)), (1, slice(1, 6)), (2, slice(6, 9))]
+    assert Rows(None, 9, {}, 0, parts).pieces(1, 1 << 20) == [(parts[1],), (parts[2],), (parts[0],)]
 
 
 @pytest.mark.parametrize("number", [1, 16])

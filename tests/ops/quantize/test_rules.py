@@ -225,7 +225,7 @@ def test_error_sums():
     total.add(np.zeros(2), np.array([0.0, 1.0]))
     assert total.relative_frobenius == math.inf
     total.add(np.array([3.0, 4.0]), np.array([3.0, 4.0]))
-    assert total.relative_frobenius == pytest.approx(0.2)
+    assert total.relative_frobenius == pytest.approx(0.2) and type(total.relative_frobenius) is float
     total.add(np.array([1.0]), np.array([math.nan]))
     assert math.isnan(total.relative_frobenius)
     with pytest.raises(InvalidInput, match=r"restored must be \(1,\) like original, got \(2,\)"):

@@ -177,6 +177,12 @@ def test_a_zero_sum_renormalises_to_zeros() -> None:
     assert weights.tolist() == [[0.0, 0.0]]
 
 
+def test_three_logits_far_below_zero_share_one() -> None:
+    """A fourth slot pads them, with no logit above theirs."""
+    ids, weights = route(np.array([[-200.0, -400.0, -200.0]], F32), RouterSpec(3, order="topk_then_softmax"))
+    assert ids.tolist() == [[0, 2, 1]] and weights.tolist() == [[0.5, 0.5, 0.0]]
+
+
 def test_scores_keep_their_precision_far_below_zero() -> None:
     """exp(-85) and log(1 + exp(-30)) are small, not inexact."""
     logits = np.array([[-85.0, -30.0, -5.0, 0.0, 5.0, 85.0]], F32)
