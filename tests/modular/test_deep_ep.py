@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_core.base.dtypes import numpy_dtype
+from moe_core.errors import Unsupported
 from moe_core.formats import format_named
 from moe_core.ops.quantize.reference import quantize
 from moe_torch import modular
@@ -79,6 +82,7 @@ def test_the_results_of_one_device(ranks: Pool, kind: str, fp8: int, tokens: tup
 
 
 FP8 = FusedMoEQuantConfig.make(use_fp8_w8a8=True)
+GROUPED = FusedMoEQuantConfig.make(use_fp8_w8a8=True, block_shape=[128, 128])
 HT, LL = "high_throughput", "low_latency"
 WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"kind": HT}, "", ""),
@@ -112,6 +116,16 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"kind": LL, "mode": False}, "InvalidInput", "buffer must be in low-latency mode"),
     ({"kind": HT, "impl": None}, "InvalidInput", "prepared must be what prepare of DeepEPHTPrepareAndFinalize gave"),
 )
+
+
+@pytest.mark.parametrize("fp8, config, fits", [(True, GROUPED, True), (True, FP8, False), (False, GROUPED, False)])
+def test_experts_may_leave_quantising_to_a_dispatch_in_fp8_groups(fp8: bool, config: Any, fits: bool) -> None:
+    kind = modular.DeepEPHTPrepareAndFinalize
+    buffer = SimpleNamespace(group_size=1, **dict.fromkeys(kind.methods, print))
+    experts = SimpleNamespace(quant_config=config, expects_unquantized_inputs=False)
+    refused = pytest.raises(Unsupported, match="must quantise tokens for DeepEPHTPrepareAndFinalize")
+    with contextlib.nullcontext() if fits else refused:
+        kind(buffer, 1, use_fp8_dispatch=fp8).post_init_setup(experts)
 
 
 @pytest.mark.parametrize("change, kind, text", WRONG, ids=[f"{change['kind']}-{text}" for change, _, text in WRONG])

@@ -232,6 +232,8 @@ def test_the_callback_of_the_trainer(tmp_path: Any) -> None:
         assert values["moe/grad_norm_experts"] > 0 and values["moe/tokens_per_second"] > 0 and values["moe/z_loss"] > 0
     # Two steps of two parts of two rows of eight tokens, recomputed forwards left out.
     assert callback.monitor.counted == 2 * 2 * 2 * 8 * top_k * len(callback.monitor.layers)
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert not any(module._forward_hooks for block in blocks for module in block.modules()), "the watch ends"
 
 
 def lightning_of(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -39,6 +39,7 @@ def test_every_experts_module_is_counted_and_set(family: str) -> None:
     assert wanted
     assert list(report.modules) == wanted
     assert str(report).startswith(f"{len(wanted)} experts modules")
+    assert report.options == experts.ExpertsOptions(), "experts without use have the same defaults"
     assert all(model.get_submodule(path[2:]).config._experts_implementation == "moebius" for path in wanted)
 
 

@@ -20,6 +20,7 @@ from moe_core.checkpoint.convert.gguf import ARCHITECTURES
 from moe_core.checkpoint.convert.verify import verify_conversion
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.tools.convert_cli import main
+from moe_torch.transformers.gguf import published_tensors
 from tests.support.families import IS_EARLIER
 from tests.support.quantized.gguf_files import gguf_tensors, write_gguf
 from tools.sweep import models
@@ -164,6 +165,12 @@ def test_what_cannot_become_a_checkpoint_is_refused_before_writing(tmp_path: Pat
     scaled = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, METADATA | {"qwen3moe.rope.scaling.factor": 4.0})
     with pytest.raises(Unsupported, match=r"with qwen3moe.rope.scaling.factor; put the config.json"):
         open_checkpoint(scaled)
+
+
+def test_tied_embeddings_are_published_once() -> None:
+    settings = models.build("mixtral").config.to_dict()
+    loose, tied = (set(published_tensors(settings | {"tie_word_embeddings": one})) for one in (False, True))
+    assert loose - tied == {"lm_head.weight"} and tied < loose
 
 
 def test_multi_token_prediction_is_left_out_with_a_warning(tmp_path: Path) -> None:

@@ -238,6 +238,13 @@ def test_members_of_our_experts_are_asked_or_refused(name: str) -> None:
     assert name in OF_AUTHORS - {"activation", "post_gemm2_hook", *OF_QUANT_CONFIG}, "ignored"
 
 
+def test_a_layer_is_supported_or_the_answer_says_why() -> None:
+    standard, batched = modular.FusedMoEActivationFormat.Standard, modular.FusedMoEActivationFormat.BatchedExperts
+    found = [modular.TritonExperts.is_supported_config(modular.TritonExperts, MOE_CONFIG, None, None, one)
+             for one in (standard, batched)]  # fmt: skip
+    assert found == [(True, None), (False, f"kernel does not support {batched.value} activation format")]
+
+
 def test_every_argument_is_the_calls() -> None:
     """Each by name; one that NEWEST gains needs its value here."""
     x, w1, w2, weights, ids = problem(False)[0]

@@ -28,6 +28,7 @@ from moe_core.layers import (
     MAXTEXT,
     ExpertsSpec,
     LayerWeights,
+    LoRA,
     SharedExpertsSpec,
     Storage,
     convert_weights,
@@ -89,7 +90,9 @@ def test_meta_construction() -> None:
     for name, tensor in layer.state_dict().items():
         require_equal(tensor, to_torch(weights.named()[name]), name)
     with torch.device("meta"):
-        assert MoE(D, F, E, K).experts.down.is_meta
+        layer = MoE(D, F, E, K)
+    assert layer.experts.down.is_meta
+    assert all(tensor.is_meta for tensor in layer.add_lora(LoRA(2)).state_dict().values())
 
 
 def test_initial_values() -> None:

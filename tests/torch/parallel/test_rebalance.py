@@ -18,6 +18,7 @@ import torch
 
 from moe_core.layers import ExpertsSpec, MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Placement
+from moe_core.parallel.placement import Move
 from moe_core.specs import RouterSpec, Tuning
 from moe_torch import MoE
 from moe_torch.layers.rebalance import HOLE, _Shares
@@ -364,6 +365,11 @@ def test_copies_states_and_what_is_refused(ranks: Pool) -> None:
         assert all(torch.equal(first, other) for other in others) and found["shared load"]
         for name, message in ERRORS.items():
             assert message in found[name], name
+
+
+def test_moves_say_what_they_did() -> None:
+    moves = LayerMoves(1, Placement.linear(4, 2), (Move(3, 3, 1),), 96, 0.5, 1.0)
+    assert str(moves) == "layer 1: 1 experts moved, 96 bytes, balancedness 50 % before, 100 % after"
 
 
 def test_layers_start_from_their_placement_if_it_is_full() -> None:

@@ -181,6 +181,28 @@ def test_experts_move_in_training_with_their_states(ranks: Pool) -> None:
         np.testing.assert_array_equal(np.concatenate([outputs[step] for outputs in found]), expected, f"step {step}")
 
 
+def undone(group: Any, rank: int) -> list[list[np.ndarray]]:
+    """Outputs of two steps, and of the same ones again, after the state before them has come back."""
+    model = model_of(ExpertParallel(mesh_of(group)))
+    optimizer, outputs = optimizer_of(model), []
+    mirror = Mirror(model, optimizer)
+    for step in range(2):
+        train(model, optimizer, step, rank, 2)
+        mirror.save()
+    for _ in range(2):
+        outputs.append([train(model, optimizer, step, rank, 2) for step in (2, 3)])
+        for layer in model:
+            layer.router.weight.neg_()
+        mirror.reform([0, 1])
+        assert mirror.step == 1
+    return outputs
+
+
+def test_a_state_comes_back_where_all_survive(ranks: Pool) -> None:
+    for first, again in ranks.call(undone, [(rank,) for rank in range(2)]):
+        np.testing.assert_array_equal(first, again)
+
+
 def refused(group: Any, rank: int) -> list[str]:
     texts, model = [], model_of(ExpertParallel(mesh_of(group)))
     mirror, optimizer = Mirror(model, optimizer_of(model)), optimizer_of(model)
