@@ -347,7 +347,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("models.training", ["--tokens", "10", "--length", "4"], "--tokens must be a multiple of --length, got 10 and 4"),
     ("parallel", ["--device", "cpu", "--ranks", "1"], "--ranks must be 2 or more, and as many GPUs, got 1 of 0"),
     ("parallel", ["--device", "cpu", "--modes", "all_gather", "--rows", "slots"], "there is nothing to run"),
-    ("adapters", ["--cells", "qwen3:fp8"], "--cells must be of gptoss20b:mxfp4"),
+    ("adapters", ["--cells", "qwen3:fp8"], "--cells must be of gptoss20b:prepacked"),
     ("compile_time", ["--shapes", "x"], "--shapes must be of gptoss120b"),
 ]
 
