@@ -59,7 +59,9 @@ def test_every_kernel_file_has_faults() -> None:
     # Faults in the order of its stages: tests/ops/matmul/test_hopper_order.py.
     compiled.add("matmul.sm90.kernels.tail")
     quantized = {name for found in QUANTIZED_FAULTS.values() for name, _ in found}
-    assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled == files
+    # Without faults so far: tests/ops/lora/test_prepacked.py compares them with float64 on a GPU.
+    compared = {"matmul.sm90.kernels.low_rank", "matmul.sm90_packed.kernels.tail"}
+    assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled | compared == files
     assert set(FAULTS) == {name for group in GROUPS for name in group}
 
 
