@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_core.base import dtypes, plan_type
 from moe_core.formats import QuantizedSpec, quantized_shapes
-from moe_core.parallel.bounds import runs_in_lanes
+from moe_core.parallel.bounds import is_direct, runs_in_lanes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit
 
@@ -206,6 +206,9 @@ def peak_of(spec: ExchangeSpec, training: bool, buffers: tuple[ExchangeBuffer, .
             # The output is allocated first, since each chunk writes to it.
             gathered, behind, stays = gathered + behind, 0, gathered + behind
         held = max(gathered + returned, stays + results + returned + scratch, stays + results + kept + behind)
+        if is_direct(spec) and spec.chunks == 1 and not training:
+            # A call like an earlier one has the memory of all its launches from the start.
+            held = max(held, gathered + behind + scratch)
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     # Rows that are sent weigh less than what comes back for them.

@@ -124,7 +124,8 @@ class ExchangePlan:
         """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
-        and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays.
+        and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays. Later like
+        calls of torch with messages may hold rows up to 64 MB longer.
         """
         buffers = self.buffers
         if received is not None and returned is not None:

@@ -53,8 +53,8 @@ class _Again(NamedTuple):
         return Results(output, received, overflow, tokens_per_expert, invalid_ids)
 
 
-def remember(call: ExchangeCall, like: Callable[[], torch.Tensor], routes: PeerRoutes, dtype: torch.dtype) -> None:
-    """Remember a call of one chunk without a shared expert that has run. like: makes an array like x."""
+def remember(call: ExchangeCall, like: tuple[Any, Any], routes: PeerRoutes, dtype: torch.dtype) -> None:
+    """Remember a call of one chunk without a shared expert that has run. like: shape and strides of x."""
     steps, placement = call.steps, call.plan.placement
     if not isinstance(routes, DirectRoutes) or steps is None or routes.ids.device.type not in joined.DEVICES:
         return
@@ -63,7 +63,9 @@ def remember(call: ExchangeCall, like: Callable[[], torch.Tensor], routes: PeerR
     others = call.moving, mask, given, routes.format
     if products is None or any(one is not None for one in others):
         return
-    x = like()
+    x = memory.rows.own[: len(ids)]
+    if (x.shape, x.stride()) != like:
+        x = x.new_empty_strided(*like)
     header = call.header(x.device)
     tokens = HomeTokens(x, ids, weights, None, places_of_experts, None)._asdict()
     tables = {f"{name}_at": getattr(memory, name).addresses for name in ("rows", "ids", "weights", "headers")}

@@ -71,8 +71,7 @@ class PeerPlanner(Planner):
         way = self._way()
         if self.call.steps is not None and values is not None:
             # Gathered rows are not kept.
-            layout: Any = {"dtype": values.dtype, "device": values.device}
-            self._like = functools.partial(torch.empty_strided, values.shape, values.stride(), **layout)
+            self._like = values.shape, values.stride()
         routes = way.make(*way.arrays)
         if way.counts is not None:
             routes.tokens_per_expert, routes.invalid_ids = way.counts

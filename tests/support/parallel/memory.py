@@ -18,6 +18,7 @@ from moe_torch.bridge import eager
 from moe_torch.bridge.operator import Operator
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.calls import joined
 from moe_torch.parallel.group import Ranks
 from tests.support.parallel.twins import Problem
 from tests.support.torch import to_torch
@@ -31,9 +32,10 @@ class Allocated(NamedTuple):
     scratch: int
 
 
-def most_on_a_cpu(call: Callable[[], Any]) -> int:
+def most_on_a_cpu(call: Callable[[], Any], mode: str) -> int:
     """The most bytes at once: every allocation of torch's is in a profile. gloo's threads may hold what has been sent
-    for a moment longer, so messages end a little later, and the least of some calls counts."""
+    for a moment longer, so messages end a little later, and the least of some calls counts. Those
+    of mode `peer` have no messages. The first one is remembered, and the others are like it."""
     start = Ranks._start
 
     def patient(*arguments: Any) -> Callable[[], torch.Tensor]:
@@ -47,13 +49,28 @@ def most_on_a_cpu(call: Callable[[], Any]) -> int:
         return waited
 
     with mock.patch.object(Ranks, "_start", patient):
-        return min(_once_on_a_cpu(call) for _ in range(8))
+        peaks = [_once_on_a_cpu(call) for _ in range(8)]
+    return max(peaks) if mode == "peer" else min(peaks)
+
+
+def most_on_a_gpu(call: Callable[[], Any], mode: str) -> int:
+    """Of a call that is remembered and, in mode `peer`, of one like it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(1 + (mode == "peer")):
+        kept = call()
+        torch.cuda.synchronize()
+        assert kept is not None
+        del kept
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _once_on_a_cpu(call: Callable[[], Any]) -> int:
-    # Calls that are watched would not repeat known ones, as calls on a GPU do.
+    # Calls that are watched, or on a CPU, would not repeat known ones, as calls on a GPU do.
     plain = mock.patch.object(eager, "plain_thread", lambda: True)
-    with plain, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    devices = mock.patch.object(joined, "DEVICES", {"cpu"})
+    with plain, devices, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = call()
     profiler: Any = profiled.profiler
     events = profiler.kineto_results.events()
@@ -67,7 +84,7 @@ def allocated(
     problem: Problem,
     way: ExchangeSpec,
     device: Any,
-    most: Callable[[Callable[[], Any]], int],
+    most: Callable[..., int],
     grid: tuple[Any, Any] | None = None,
 ) -> Allocated:
     """Of a forward of a rank without gradients. most: the most bytes that a call has allocated at once. grid: operands
@@ -91,7 +108,7 @@ def allocated(
     with torch.no_grad():
         with mock.patch.object(Operator, "ready", observed):
             call()
-        return Allocated(rank, most(call), max(scratch))
+        return Allocated(rank, most(call, way.mode), max(scratch))
 
 
 def planned_peak(problem: Problem, way: ExchangeSpec, found: Allocated) -> int:

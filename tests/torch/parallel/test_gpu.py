@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from moe_core.parallel import ExchangeSpec
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_torch import MoE
 from moe_torch.parallel import ExpertParallel, Rebalancer, exchange, moe, parallelize
-from tests.support.parallel.memory import Allocated, allocated, planned_peak
+from tests.support.parallel.memory import Allocated, allocated, most_on_a_gpu, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
 from tests.support.parallel.torch import compare_with_one_device, parallel_of, rounded_to_fp8, run_group
@@ -228,16 +228,7 @@ def test_chunks_and_quantised_rows(gpus: Pool) -> None:
 
 
 def allocated_on_a_gpu(group: Any, problem: Problem, way: ExchangeSpec) -> Allocated:
-    def most(call: Callable[[], Any]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = call()
-        torch.cuda.synchronize()
-        assert kept is not None
-        return torch.cuda.max_memory_allocated() - before
-
-    return allocated(group, problem, way, torch.device("cuda", torch.cuda.current_device()), most)
+    return allocated(group, problem, way, torch.device("cuda", torch.cuda.current_device()), most_on_a_gpu)
 
 
 @over((*TORCH_WAYS, *(dataclasses.replace(way, chunks=4) for way in PEER)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from moe_core.parallel import ExchangeSpec, TensorSplit, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_torch.parallel import ExpertParallel, moe
 from tests.support.parallel.grid import Grid, require_close
-from tests.support.parallel.memory import Allocated, allocated
+from tests.support.parallel.memory import Allocated, allocated, most_on_a_gpu
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
 from tests.support.parallel.tensor import axes, run_grid
@@ -139,20 +139,11 @@ def test_ranks_that_disagree_have_nan(gpus: Pool, way: ExchangeSpec) -> None:
 
 
 def allocated_on_a_gpu(group: Any, grid: Grid, way: ExchangeSpec) -> Allocated:
-    def most(call: Callable[[], Any]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = call()
-        torch.cuda.synchronize()
-        assert kept is not None
-        return torch.cuda.max_memory_allocated() - before
-
     own = axes(ROWS, 2)
     assert own is not None
     operands = grid.ranks()[own.row][own.index]
     device = torch.device("cuda", torch.cuda.current_device())
-    return allocated(own.experts, grid.problem, way, device, most, (operands, own.tensor))
+    return allocated(own.experts, grid.problem, way, device, most_on_a_gpu, (operands, own.tensor))
 
 
 @pytest.mark.parametrize("way", (WAYS[1], WAYS[2], *PEER), ids=str)
