@@ -1,4 +1,4 @@
-"""The index arithmetic of `moe_core.parallel.exchange` on traced arrays, with equal results and letters."""
+"""The index arithmetic of an exchange on traced arrays. Letters and terms: docs/developer/parallel.md."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import QuantizedSpec, QuantizedTensor, format_named
 from moe_core.ops.routing.reference import layout as make_layout
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.bounds import Bounds, bounds_of, rows_received, slots_received, tokens_at_once
 from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.specs.operands import ExpertWeights
 from moe_core.specs.routing import LayoutSpec
 from tests.support.parallel.placements import placements
+from tests.support.parallel.twin import arithmetic
 from tests.support.strategies import seeds
 
 

@@ -11,11 +11,11 @@ import pytest
 from moe_core.base.target import Target
 from moe_core.parallel import ExchangeSpec, plan_exchange
 from moe_core.parallel.placement import gather_experts
-from moe_core.parallel.reference import moe, moe_backward
 from moe_core.specs import MoESpec, Tuning
 from moe_core.specs.operands import MoEOperands, OutputGradients
 from tests.support.harness import engine_target
 from tests.support.parallel.placements import placement_of
+from tests.support.parallel.twin.ranks import moe, moe_backward
 from tests.support.parallel.twins import PLAIN, draw_problem
 from tests.support.training.moe_backward import Problem
 

@@ -25,9 +25,9 @@ from moe_core.parallel import (
 )
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.machine import H200
-from moe_core.parallel.reference_routes import make_routes
 from moe_core.parallel.tensor import TensorSplit
 from tests.support.parallel.placements import placements
+from tests.support.parallel.twin.routes import make_routes
 from tests.support.parallel.twins import draw_ids_of
 from tests.support.strategies import seeds
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.placement import gather_experts, shard_experts
-from moe_core.parallel.reference import GroupForward, moe, moe_backward
 from moe_core.specs import Activation, MoESpec, RouterSpec, Tuning
 from moe_core.specs.operands import ExpertWeights, TopK
 from tests.support.parallel.placements import placement_of
+from tests.support.parallel.twin import arithmetic
+from tests.support.parallel.twin.ranks import GroupForward, moe, moe_backward
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.strategies import seeds
 
@@ -260,7 +260,7 @@ def test_wrong_calls_are_refused() -> None:
 def wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     real = arithmetic.run_starts
     monkeypatch.setattr(
-        "moe_core.parallel.reference_routes.run_starts", lambda counts, *rest: np.roll(real(counts, *rest), 1, axis=0)
+        "tests.support.parallel.twin.routes.run_starts", lambda counts, *rest: np.roll(real(counts, *rest), 1, axis=0)
     )
 
 
@@ -272,11 +272,11 @@ def counts_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         counts[0, 0] += 1
         return real(counts, *rest)
 
-    monkeypatch.setattr("moe_core.parallel.reference_routes.run_starts", miscounted)
+    monkeypatch.setattr("tests.support.parallel.twin.routes.run_starts", miscounted)
 
 
 def permuted_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_core.parallel.reference_routes import Routes
+    from tests.support.parallel.twin.routes import Routes
 
     real = Routes.push_weights
     monkeypatch.setattr(Routes, "push_weights", lambda *arguments: real(*arguments)[::-1])
@@ -285,7 +285,7 @@ def permuted_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     real = arithmetic.owners_of
     monkeypatch.setattr(
-        "moe_core.parallel.reference_routes.owners_of",
+        "tests.support.parallel.twin.routes.owners_of",
         lambda places, each: np.where(places < 0, -1, real(places, each) ^ 1),
     )
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.parallel import Placement
-from moe_core.parallel import exchange as core
 from moe_core.specs.operands import RaggedLayout
 from moe_jax.parallel import exchange as traced
 from tests.support.jax import running_on, to_jax, to_numpy
 from tests.support.parallel.placements import placement_of
+from tests.support.parallel.twin import arithmetic as core
 from tests.support.strategies import seeds
 
 #: Few shapes, so that few programs are compiled.

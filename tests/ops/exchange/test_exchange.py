@@ -17,12 +17,12 @@ from moe_core.ops.exchange.push import plan_result_addresses
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.ops.reduction.reference import reduce
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel.exchange import first_owners
-from moe_core.parallel.reference import GroupForward, _at_owner, moe, numpy_backward
 from moe_core.specs.operands import OutputGradients
 from tests.support.harness import H200, run_plan, spec_of
 from tests.support.parallel.peers import ENGINES, Peers, Places, poisoned
 from tests.support.parallel.placements import placement_of
+from tests.support.parallel.twin.arithmetic import first_owners
+from tests.support.parallel.twin.ranks import GroupForward, _at_owner, moe, numpy_backward
 from tests.support.parallel.twins import LOADS, PLAIN, Problem, draw_problem
 from tests.support.strategies import draw_array
 

@@ -15,11 +15,11 @@ from moe_core.base.target import Target
 from moe_core.ops.exchange.operands import Places
 from moe_core.ops.exchange.push import plan_push_slots
 from moe_core.ops.exchange.tables import MAX_COUNTS, plan_peer_places
-from moe_core.parallel.exchange import destinations, first_owners, owners_of, run_starts, sends
 from moe_core.plan.steps import Constant, KernelLaunch
 from tests.support import harness
 from tests.support.harness import H200, run_plan, spec_of
 from tests.support.parallel.peers import ENGINES, Peers
+from tests.support.parallel.twin.arithmetic import destinations, first_owners, owners_of, run_starts, sends
 
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
 
@@ -67,7 +67,7 @@ def test_any_routing(target: Target, data: st.DataObject) -> None:
 
 
 def test_worked_example() -> None:
-    """Of moe_core/parallel/exchange.py: W = 2, L = 2, K = 2, and rank 1 sends nothing."""
+    """Of the twin's arithmetic: W = 2, L = 2, K = 2, and rank 1 sends nothing."""
     ids = [np.array([[2, 3], [0, 2]], np.int32), np.zeros((0, 2), np.int32)]
     own, other = Peers(2, ENGINES[0]).places(ids, 4, 2)
     assert own.owners.tolist() == [[1, -1], [0, 1]]

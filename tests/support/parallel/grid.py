@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_core.parallel import ExchangeSpec, reference_tensor
+from moe_core.parallel import ExchangeSpec
 from moe_core.parallel import tensor as slices
 from moe_core.parallel.placement import gather_experts, shard_experts
 from moe_core.specs.operands import MoEOperands, OutputGradients
+from tests.support.parallel.twin import grid as grid_twin
 from tests.support.parallel.twins import Problem
 from tests.support.parallel.ways import require_same
 
@@ -73,7 +74,7 @@ class Grid:
     def twin(self, way: ExchangeSpec, backward: bool = True) -> list[dict[str, np.ndarray]]:
         """Every result and gradient of every rank, row by row, in NumPy."""
         spec, ranks = self.problem.spec, self.ranks()
-        forward = reference_tensor.moe(ranks, spec, self.problem.placement, way, tokens=self.tokens)
+        forward = grid_twin.moe(ranks, spec, self.problem.placement, way, tokens=self.tokens)
         found = []
         for row, outputs in enumerate(forward.outputs):
             for index, own in enumerate(outputs):
@@ -83,7 +84,7 @@ class Grid:
                 found.append(mine)
         if not backward:
             return found
-        gradients = reference_tensor.moe_backward(self.gradients(), ranks, spec, forward)
+        gradients = grid_twin.moe_backward(self.gradients(), ranks, spec, forward)
         return [one | own for one, own in zip(found, [own for row in gradients for own in row], strict=True)]
 
     def whole(self, ranks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

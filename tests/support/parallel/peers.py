@@ -15,8 +15,8 @@ from moe_core.ops.exchange.operands import in_records
 from moe_core.ops.exchange.pull import plan_combine_pull_weights
 from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, plan_push_counts, plan_push_slots
 from moe_core.ops.exchange.tables import plan_peer_places
-from moe_core.parallel.exchange import sends
 from tests.support.harness import GUARD_BYTES, OUTPUT_GUARD, GuardedBuffer, engine_target, run_plan, spec_of
+from tests.support.parallel.twin.arithmetic import sends
 from tests.support.runtime.device_memory import DeviceBytes
 
 #: Engines of one process with the memory of all ranks, on the host or on a GPU; and those that read the host's.

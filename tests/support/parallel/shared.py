@@ -17,11 +17,11 @@ from moe_core.ops.exchange.push import plan_combine_push, plan_dispatch_push, pl
 from moe_core.ops.exchange.tables import plan_peer_places
 from moe_core.ops.reduction.reference import reduce
 from moe_core.ops.routing.reference import layout_of_runs
-from moe_core.parallel.exchange import physical_ids, sends
-from moe_core.parallel.reference import _at_owner, numpy_forward
 from moe_core.plan.steps import LaunchPlan
 from moe_core.specs.operands import MoEOperands, TopK
 from tests.support.harness import run_plan, spec_of
+from tests.support.parallel.twin.arithmetic import physical_ids, sends
+from tests.support.parallel.twin.ranks import _at_owner, numpy_forward
 from tests.support.parallel.twins import Problem
 
 #: Seconds until a barrier counts as hanging.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.parallel import ExchangeSpec, Placement
-from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.bounds import bounds_of
 from moe_core.parallel.header import Header
 from moe_core.specs.exchange import TableSpec
+from tests.support.parallel.twin import arithmetic
 
 #: Modes and rows.
 WAYS = (("all_to_all", "slots"), ("all_to_all", "tokens"), ("padded", "slots"), ("padded", "tokens"))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel import exchange as arithmetic
 from moe_core.parallel.placement import gather_experts
-from moe_core.parallel.reference import moe as twin
-from moe_core.parallel.reference import moe_backward as twin_backward
+from tests.support.parallel.twin import arithmetic
+from tests.support.parallel.twin.ranks import moe as twin
+from tests.support.parallel.twin.ranks import moe_backward as twin_backward
 from tests.support.parallel.twins import Problem
 
 _way = functools.partial(ExchangeSpec, on_overflow="nan")

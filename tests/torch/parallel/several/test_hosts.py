@@ -13,13 +13,13 @@ pytest.importorskip("torch")
 import torch
 
 from moe_core.parallel import ExchangeSpec, plan_exchange
-from moe_core.parallel.reference import moe as twin
 from moe_core.specs import Tuning
 from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel.group import Ranks
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
 from tests.support.parallel.torch import compare_with_one_device, mesh_of_hosts, run_rank
+from tests.support.parallel.twin.ranks import moe as twin
 from tests.support.parallel.twins import LOADS, PLAIN, draw_problem
 
 __all__ = ["ranks"]

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.parallel.bounds import Bounds, bounds_of
-from moe_core.parallel.exchange import (
+from moe_core.parallel.exchange import levels_of
+from moe_core.parallel.placement import Placement, PlacementTables
+from moe_core.parallel.spec import ExchangeSpec, ranks_of_host
+from tests.support.parallel.twin.arithmetic import (
     destinations,
     first_owners,
-    levels_of,
     owners_of,
     received_ids,
     require_equal_tokens,
@@ -28,8 +30,6 @@ from moe_core.parallel.exchange import (
     token_ids,
     token_rows,
 )
-from moe_core.parallel.placement import Placement, PlacementTables
-from moe_core.parallel.spec import ExchangeSpec, ranks_of_host
 
 
 class Arrivals(NamedTuple):

@@ -15,10 +15,10 @@ from moe_core.ops.moe.reference.forward import moe_stages, routing_stages, share
 from moe_core.ops.reduction.reference import reduce, scale_rows
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.reference_routes import HostRoutes, Routes, host_tables, make_host_routes, make_routes
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import MoEOperands, MoEOutput, OutputGradients, TopK
+from tests.support.parallel.twin.routes import HostRoutes, Routes, host_tables, make_host_routes, make_routes
 
 #: An owner's op: stages of a forward, with matmul2 and tokens_per_expert; and d_slots, `d_routing.weights` and
 #: `d_experts.*` of a backward from these.

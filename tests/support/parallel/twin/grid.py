@@ -14,13 +14,13 @@ from moe_core.ops.common.rounding import plain_name, round_to
 from moe_core.ops.moe.reference.backward import MoEBackward, Request
 from moe_core.ops.moe.reference.forward import routing_stages, shared_output
 from moe_core.ops.reduction.reference import reduce
-from moe_core.parallel import reference
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.parallel.tensor import TensorSplit
 from moe_core.specs import MoESpec
 from moe_core.specs.operands import ExpertWeights, MoEOperands, MoEOutput, OutputGradients, TopK
+from tests.support.parallel.twin import ranks as one_axis
 
 Grid = Sequence[Sequence[MoEOperands]]
 
@@ -29,7 +29,7 @@ class GridForward(NamedTuple):
     """Results of every rank, `[W][size]`. groups: exchanges of each rank of a tensor axis, with fp32 parts."""
 
     outputs: tuple[tuple[MoEOutput, ...], ...]
-    groups: tuple[reference.GroupForward, ...]
+    groups: tuple[one_axis.GroupForward, ...]
     inner: tuple[tuple[MoEOperands, ...], ...]
     stages: tuple[tuple[dict[str, np.ndarray], ...], ...]
     split: TensorSplit
@@ -38,7 +38,7 @@ class GridForward(NamedTuple):
 def moe(
     ranks: Grid, spec: MoESpec, placement: Placement, exchange: ExchangeSpec | None = None, *, tokens: str = "split"
 ) -> GridForward:
-    """Run one MoE forward of all ranks of both axes. ranks: as for `reference.moe`, with slices of `split_experts`."""
+    """Run one MoE forward of all ranks of both axes. ranks: as for `one_axis.moe`, with slices of `split_experts`."""
     split = TensorSplit(len(ranks[0]), 0, tokens)
     for number, row in enumerate(ranks):
         sizes = [len(rank.x) for rank in row]
@@ -61,7 +61,7 @@ def moe(
         for index, rank in enumerate(row):
             inner[index].append(MoEOperands(x, bias_once(rank.experts, index), TopK(ids, weights)))
     parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
-    groups = [reference.moe(operands, parts_spec, placement, exchange) for operands in inner]
+    groups = [one_axis.moe(operands, parts_spec, placement, exchange) for operands in inner]
     outputs = []
     for number, row in enumerate(ranks):
         parts = [group.outputs[number].output for group in groups]
@@ -69,7 +69,7 @@ def moe(
         for index, (rank, routed) in enumerate(zip(row, stages[number], strict=True)):
             output = _added(parts, index, split, spec.out_dtype or plain_name(rank.x), rank, spec)
             places, routed["invalid_ids"] = physical_ids(routed["ids"], placement, token_mask=rank.token_mask)
-            of_row.append(reference.output_of(output, routed, places, placement))
+            of_row.append(one_axis.output_of(output, routed, places, placement))
         outputs.append(tuple(of_row))
     return GridForward(tuple(outputs), tuple(groups), tuple(map(tuple, inner)), tuple(map(tuple, stages)), split)
 
@@ -129,7 +129,7 @@ def moe_backward(
     parts_spec = dataclasses.replace(spec, router=None, out_dtype="float32", shared_activation=None)
     d_outputs = [OutputGradients(rows) for rows in flowing]
     by_index = [
-        reference.moe_backward(d_outputs, inner, parts_spec, group, request=Request(wide=True))
+        one_axis.moe_backward(d_outputs, inner, parts_spec, group, request=Request(wide=True))
         for inner, group in zip(forward.inner, forward.groups, strict=True)
     ]
     results = []
