@@ -79,7 +79,7 @@ def require_adapters(lora: Any, adapter_ids: Any, tokens: int, placement: Placem
     refuse_beyond_experts(lora)
     if adapter_ids is None or lora.scale is None or lora.ranks is None:
         raise InvalidInput("adapter_ids, lora.scale and lora.ranks must be arrays with lora, got None; pass all three")
-    slots, experts = (*lora.scale.shape, 0)[0], placement.num_experts
+    slots, experts = (*lora.scale.shape, 0)[0] or 1, placement.num_experts
     whole = [slots, experts]
     shapes = {"lora.scale": whole, "lora.ranks": whole, "adapter_ids": [tokens]}
     for (name, shape), array in zip(shapes.items(), (lora.scale, lora.ranks, adapter_ids), strict=True):

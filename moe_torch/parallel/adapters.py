@@ -39,14 +39,15 @@ class RankAdapters(NamedTuple):
         (placement, rank, count), exchange = where, parallel.exchange
         if exchange.chunks != 1:
             raise Unsupported(f"exchange.chunks must be 1 with lora, got {exchange.chunks}; leave it out")
-        slots, ranks = len(lora.scale), lora.ranks
-        named = (adapter_ids >= 0) & (adapter_ids < slots)
-        known = named & (ranks.amax(1) > 0)[torch.where(named, adapter_ids, 0).long()]
-        invalid = (adapter_ids != -1) & ~known
+        slot = adapter_ids.clamp(0, len(lora.scale) - 1)
+        known = (lora.ranks.amax(1).index_select(0, slot) > 0) & (slot == adapter_ids)
+        ids = torch.where(known, adapter_ids, -1)
+        invalid = ids != adapter_ids
         invalid = invalid if mask is None else invalid & mask
-        (columns,) = constants((held_columns(placement, rank, count),), ranks.device)
-        lora = dataclasses.replace(lora, scale=lora.scale[:, columns], ranks=ranks[:, columns])
-        return cls(lora, torch.where(known, adapter_ids, -1), invalid.sum().to(torch.int32).view(1))
+        (columns,) = constants((held_columns(placement, rank, count),), ids.device)
+        scale, ranks = (one.index_select(1, columns) for one in (lora.scale, lora.ranks))
+        lora = dataclasses.replace(lora, scale=scale, ranks=ranks)
+        return cls(lora, ids, invalid.sum(0, keepdim=True, dtype=torch.int32))
 
     def trained(self, parallel: ExpertParallel, tensor: TensorRanks | None, shared: bool) -> LoRAFactors:
         """Factors with the gradients that `parallel` asks for. shared: by all experts, as a router is."""

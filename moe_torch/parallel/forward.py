@@ -166,12 +166,13 @@ class Exchange:
         try:
             known, digest = like.find(), 0
             steps = None if known is None else known.plain_steps
-            adapters, lora, arrays = None, None, []
             if known is None:
                 self._check(x, experts, routing, spec, mask, shared)
-                adapters = self._adapters(operands)
-                if adapters is not None:
-                    lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
+            adapters, lora, arrays = None, None, []
+            if operands.lora is not None:
+                adapters = self._adapters(operands, known is not None)
+                lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
+            if known is None:
                 digest = experts_digest(x, experts, shared, spec, array_spec, lora)
             uses = 1 + (shared is not None) + isinstance(routing, RouterWeights)
             wide = uses_of(x, uses, summed=self.tensor is not None)
@@ -243,7 +244,8 @@ class Exchange:
             del rows
             dense_rows = dense_of_parts() if dense_of_parts else (None, None)
             output = combine(routes, result.output, dense_rows, of_parts, stored=stored)
-            planner.ended(routes, of_parts)
+            if lora is None:
+                planner.ended(routes, of_parts)
             counted = routes.tokens_per_expert, routes.invalid_ids
             results = Results(output, result.tokens_per_expert, routes.overflow, *counted)
         if tensor is not None:
@@ -261,16 +263,15 @@ class Exchange:
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
 
-    def _adapters(self, operands: MoEOperands) -> RankAdapters | None:
-        lora, ids, mask = operands.lora, operands.adapter_ids, operands.token_mask
-        if lora is None:
-            return None
-        require_instance("lora", lora, LoRAFactors)
-        for name, array in (*named_arrays(lora, "lora."), ("adapter_ids", ids)):
-            if array is not None:
-                require_dense(name, array)
-                require_same_device(name, array, "x", operands.x)
-        require_adapters(lora, ids, len(operands.x), self.placement, self.parallel.split.size)
+    def _adapters(self, operands: MoEOperands, known: bool) -> RankAdapters:
+        lora, ids, mask = cast(LoRAFactors, operands.lora), operands.adapter_ids, operands.token_mask
+        if not known:
+            require_instance("lora", lora, LoRAFactors)
+            for name, array in (*named_arrays(lora, "lora."), ("adapter_ids", ids)):
+                if array is not None:
+                    require_dense(name, array)
+                    require_same_device(name, array, "x", operands.x)
+            require_adapters(lora, ids, len(operands.x), self.placement, self.parallel.split.size)
         stacked = operands.experts.layer_index is not None
         where = self.placement, self.ranks.rank, operands.experts.down.shape[stacked]
         return RankAdapters.of(lora, ids, mask, self.parallel, where)

@@ -42,7 +42,7 @@ class Owner:
     def expect(self, num_rows: int, group_tokens: int) -> None:
         """Prepare the products of a call that has the numbers of an earlier one."""
         key, steps = ("owner", num_rows, group_tokens), self.steps
-        if steps is not None and (step := steps.get(key)) is not None:
+        if steps is not None and self.lora is None and (step := steps.get(key)) is not None:
             self._expected = key, step, step.ready.begin(step.pointers(self.tensors))
 
     def compute(self, came: Sequence[torch.Tensor]) -> None:
@@ -67,9 +67,9 @@ class Owner:
             assert done == key, "only expected rows are computed ahead"
             return MoEOutput(output, routing.ids, routing.weights, None, *counts)
         if steps is not None and (step := steps.get(key) or steps.find(key)):
-            passed = [rows.data_ptr(), routing.ids.data_ptr(), routing.weights.data_ptr()]
-            passed += [] if results_at is None else [results_at.data_ptr()]
-            output, *counts = step.run(self.tensors, *passed)
+            passed = [rows, routing.ids, routing.weights, *([] if results_at is None else [results_at])]
+            passed += [] if self.lora is None else [adapter_ids, self.lora.scale, self.lora.ranks]
+            output, *counts = step.run(self.tensors, *[one.data_ptr() for one in passed])
             return MoEOutput(output, routing.ids, routing.weights, None, *counts)
         spec = self._spec(routing, group_tokens)
         if results_at is None:
@@ -79,7 +79,10 @@ class Owner:
             gradients_at = results_at if self.stores_gradients else None
             result = peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
         if steps is not None:
-            request, names = moe_request(rows, self.experts, routing, spec), ("x", "routing.ids", "routing.weights")
+            adapters = {} if self.lora is None else {"lora": self.lora, "adapter_ids": adapter_ids}
+            request = moe_request(rows, self.experts, routing, spec, **adapters)
+            names: tuple[str, ...] = "x", "routing.ids", "routing.weights"
+            names += ("adapter_ids", "lora.scale", "lora.ranks") if adapters else ()
             if results_at is not None:
                 request = push_request(rows, self.experts, routing, spec, results_at=results_at)
                 names += ("results_at",)

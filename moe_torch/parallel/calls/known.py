@@ -120,10 +120,10 @@ class Call:
     def __init__(self, operands: MoEOperands, parallel: str, *options: Any) -> None:
         """parallel: the name of an ExpertParallel, not kept alive. options: other objects that the checks read."""
         self.kept, self.tensors, self.key = options, [], None
-        if TensorGuards is None or operands.lora is not None or type(operands.experts) is not ExpertWeights:
+        if TensorGuards is None or type(operands.experts) is not ExpertWeights:
             return
-        arrays, names = [operands.x, operands.token_mask, *_values(ExpertWeights)(operands.experts)], []
-        for bundle in (operands.routing, operands.shared):
+        arrays, names = [operands.x, operands.token_mask, operands.adapter_ids], []
+        for bundle in (operands.experts, operands.routing, operands.shared, operands.lora):
             if bundle is not None:
                 names.append(type(bundle))
                 arrays += _values(type(bundle))(bundle)

@@ -35,6 +35,7 @@ from moe_torch.parallel.peer import again
 from moe_torch.parallel.peer.symmetric import Symmetric
 from moe_torch.parallel.route import ExchangeCall
 from moe_torch.parallel.routes import rounded
+from tests.support.parallel.lora import draw_lora, of_rank
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks
 from tests.support.parallel.torch import run_rank
@@ -92,9 +93,13 @@ def unaligned(array: Any) -> Any:
     return array.new_empty(array.numel() + 1)[1:].view(array.shape).copy_(array)
 
 
-def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
+def like_calls(group: Any, problem: Problem, way: ExchangeSpec, adapters: Any = None) -> list[bool]:
     """Calls like earlier ones, whose plans are found by steps: bits of first calls, and whether steps have plans."""
-    own, same = problem.ranks()[torch.distributed.get_rank(group)], []
+    rank = torch.distributed.get_rank(group)
+    own, same, more, lora = problem.ranks()[rank], [], {}, None
+    if adapters is not None:
+        lora = to_torch(of_rank(adapters[0], problem.placement, rank, own.experts.down.shape[0]))
+        more = {"lora": lora, "adapter_ids": to_torch(problem.of_rank(rank, adapters[1]))}
     most = max(problem.tokens) if way.mode == "peer" else None
     parallel = ExpertParallel(group, way, most)
     used, devices = mock.patch.object(again, "kept", wraps=again.kept), mock.patch.object(joined, "DEVICES", {"cpu"})
@@ -105,7 +110,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
         return found
 
     seen = mock.patch("moe_torch.parallel.forward.run_again", run_again)
-    with running_on("reference"), torch.no_grad(), devices, seen, used as used:
+    steps = mock.patch.object(Step, "run", autospec=True, side_effect=Step.run)
+    with running_on("reference"), torch.no_grad(), devices, seen, used as used, steps as ran:
         for turn in range(9):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
@@ -115,9 +121,14 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
                 routing.ids[turn:, 1:] = -1
             # Plans that were compiled for aligned arrays do not run on others.
             x = unaligned(x) if turn == 6 else x
+            if lora is not None:
+                # Other adapters, one of which was evicted, in the memory of a like call.
+                more["adapter_ids"] = more["adapter_ids"].roll(1)
+                lora.scale.mul_(1.25)
+                lora.ranks[turn % 3] = 16 * (turn % 2)
             ids, weights = routing.ids, routing.weights
             routing = TopK(unaligned(ids) if turn == 7 else ids, unaligned(weights) if turn == 8 else weights)
-            options: Any = {"placement": problem.placement}
+            options: Any = {"placement": problem.placement, **more}
             found = parallel_moe(x, experts, routing, problem.spec, parallel=parallel, **options)
             first = ExpertParallel(group, way, most)
             wanted = parallel_moe(x, experts, routing, problem.spec, parallel=first, **options)
@@ -125,6 +136,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
     # Arrays that a graph keeps: headers of calls without a layer, and the places of experts.
     kept = [len(call.args[0]) for call in used.call_args_list]
     peers, blocks = (way.rows == "tokens" and way.mode == mode for mode in ("peer", "padded"))
+    if adapters is not None:
+        return [*same, not kept, not any(whole), ran.call_count >= 3]
     return [*same, kept == [CALLS + 1] * 4 * peers, sum(whole) == 4 * (peers or blocks)]
 
 
@@ -133,6 +146,8 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
     tokens, sizes = (9, 9) if way in STATIC else (7, 9), sizes_of(way)
     problem = draw_problem(3, placement_of("round_robin", 6, 2), tokens, 3, "random", "bfloat16", PLAIN, sizes=sizes)
     assert all(all(found) for found in ranks.call(like_calls, [(problem, way)] * 2))
+    found = ranks.call(like_calls, [(problem, way, draw_lora(problem, dtype="bfloat16"))] * 2)
+    assert all(all(one) for one in found), [[n for n, good in enumerate(one) if not good] for one in found]
 
 
 def disagreements(group: Any, problem: Problem) -> list[bool]:
