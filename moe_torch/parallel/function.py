@@ -54,9 +54,11 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, routes: Routes, rows: torch.Tensor, *others: Any) -> torch.Tensor:
         shared, gate, out_dtype, total, ctx.overlap = others
         ctx.routes, ctx.dtype, ctx.shared = routes, rows.dtype, None if shared is None else shared.dtype
-        ctx.save_for_backward(routes.overflow)
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
-        return total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
+        y = total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
+        # overflow may be a message. It follows the results, as without gradients.
+        ctx.save_for_backward(routes.overflow)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -85,7 +85,7 @@ class CollectiveRoutes:
             start = self.ranks.start_all_gather(values, what)
         else:
             slots = self.send if self.out.sent is None else self.send[: rounded(sum(self.out.sent))]
-            values = take_slots(values, slots, self.plan.top_k, self.call.steps)
+            values = take_slots(values, slots, self.plan.top_k, self.call.steps, "leaving")
             start = self.ranks.start_all_to_all(values, what, self.out)
         return functools.partial(self.arrived, start)
 
@@ -128,10 +128,13 @@ class CollectiveRoutes:
         return Gradients(d_x, by_slot)
 
 
-def take_slots(rows: torch.Tensor, slots: torch.Tensor, each: int = 1, steps: Any = None) -> torch.Tensor:
-    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. steps: of a like call."""
-    key, given = ("taken", rows.shape, len(slots)), {"x": rows, "slot_of_row": slots, "table": None, "each": each}
-    return repeated(steps, key, operators.TAKE_ROWS, **given)
+def take_slots(
+    rows: torch.Tensor, slots: torch.Tensor, each: int = 1, steps: Any = None, which: str = "arrived"
+) -> torch.Tensor:
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. steps: of a like call. which:
+    of its rows, as those of x may have other strides than rows that arrive."""
+    given = {"x": rows, "slot_of_row": slots, "table": None, "each": each}
+    return repeated(steps, (which, rows.shape, len(slots)), operators.TAKE_ROWS, **given)
 
 
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:

@@ -59,6 +59,7 @@ class Dispatching:
         self._routes, self._weights, (self._wide,) = planner.start(x.detach())(), weights, uses_of(x, 1)
         self._arriving: Any = planner.arriving or self._routes.start_push(x.detach(), "rows")
         planner.arriving = None
+        self._overflow = self._routes.overflow  # may be a message, so ranks may wait in any order
 
     def wait(self) -> Arrived:
         """The rows, differentiable by x and weights. Raises InvalidInput for a second call."""
@@ -67,7 +68,7 @@ class Dispatching:
             raise InvalidInput("wait must be called once for each dispatch, got a second call; keep its result")
         routes = self._routes
         rows, weights = dispatched(routes, arriving, self._wide, self._weights)
-        return Arrived(rows, routes.ids, weights, routes.overflow, routes, routes.call.plan.top_k)
+        return Arrived(rows, routes.ids, weights, self._overflow, routes, routes.call.plan.top_k)
 
 
 class Combining:

@@ -68,7 +68,9 @@ def overlapped(
             options: Any = {"parallel": parallel, "placement": problem.placement, "token_mask": mask}
             sent.append((dispatch(x, routing.ids, routing.weights, **options, number=number), experts, problem))
         for dispatching, experts, problem in sent:
+            begun = len(calls)
             arrived = dispatching.wait()
+            assert not any(call.startswith("start") for call in calls[begun:]), "ranks may wait in any order"
             calls.append("experts")
             routing = TopK(arrived.ids, arrived.weights)
             found = moe_torch.moe(arrived.rows, experts, routing, arrived.spec(problem.spec)).output

@@ -62,8 +62,8 @@ class Blocks(RoutesPlanner):
         if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW:
             return
         keys: tuple[Any, ...] = (
-            ("send", True, True), ("taken", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
-            ("taken", (rows, width), back), ("owner", back, routes.group_tokens),
+            ("send", True, True), ("leaving", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
+            ("arrived", (rows, width), back), ("owner", back, routes.group_tokens),
             ("total", (back, width), routes.at_home.spec, dtype, True, True),
         )  # fmt: skip
         found = [one for one in map(steps.get, keys) if one is not None]

@@ -150,6 +150,24 @@ def test_like_calls_have_the_same_bits(ranks: Pool, way: ExchangeSpec) -> None:
     assert all(all(one) for one in found), [[n for n, good in enumerate(one) if not good] for one in found]
 
 
+def like_calls_of_wide_rows(group: Any, problem: Problem) -> list[bool]:
+    """Of x, and of like calls with its rows in wider ones: whether they have the bits of the first call."""
+    own, outputs = problem.ranks()[torch.distributed.get_rank(group)], []
+    placed: Any = {"parallel": ExpertParallel(group, ExchangeSpec("padded")), "placement": problem.placement}
+    with running_on("reference"), torch.no_grad():
+        x, experts, routing = to_torch((own.x, own.experts, own.routing))
+        wide = torch.cat([x, x + 1], dim=1)[:, : x.shape[1]]
+        for one in (x, wide, wide):
+            outputs.append(parallel_moe(one, experts, routing, problem.spec, **placed).output)
+    return [torch.equal(one, outputs[0]) for one in outputs]
+
+
+def test_like_calls_of_wide_rows_have_the_same_bits(ranks: Pool) -> None:
+    """As many rows leave, and arrive, as there are tokens."""
+    problem = draw_problem(3, placement_of("linear", 6, 1), (8,), 1, "random", "bfloat16", PLAIN, sizes=(16, 8))
+    assert ranks.call(like_calls_of_wide_rows, [(problem,)]) == [[True] * 3]
+
+
 def disagreements(group: Any, problem: Problem) -> list[bool]:
     """Of like calls with blocks: all NaN, once a rank counts another number of calls."""
     rank, found = torch.distributed.get_rank(group), []

@@ -151,6 +151,23 @@ def test_shared_experts(ranks: Pool, number: int) -> None:
         compare_with_one_device(ranks, problem, chunked, "chunks", engine="interpreter", differentiated=False)
 
 
+def trained_on_the_first_rank(group: Any, problem: Problem, way: ExchangeSpec) -> list[bool]:
+    rank = torch.distributed.get_rank(group)
+    with running_on("reference"):
+        own = to_torch(problem.ranks()[rank], "cpu")
+        own.shared.gate_up.requires_grad_(rank == 0)
+        options: Any = {"parallel": parallel_of(group, way, problem), "placement": problem.placement}
+        output = parallel_moe(own.x, own.experts, own.routing, problem.spec, shared=own.shared, **options).output
+    return [output.requires_grad, bool(output.isfinite().all())]
+
+
+@over(WAYS[:3])
+def test_a_shared_expert_may_be_trained_on_one_rank(ranks: Pool, way: ExchangeSpec) -> None:
+    """All ranks send their messages in one order."""
+    problem = draw_problem(0, placement_of("linear", 4, 2), (3, 3), 2, "random", "bfloat16", SPECS[0], extras=True)
+    assert ranks.call(trained_on_the_first_rank, [(problem, way)] * 2) == [[True, True], [False, True]]
+
+
 def test_a_shared_expert_keeps_no_rows_of_its_result() -> None:
     """Beside x, its weights and what the backward reads, among it the gate's logits."""
     x, wide = torch.randn(6, 16), torch.randn(6, 16, requires_grad=True)
