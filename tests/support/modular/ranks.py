@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -214,7 +214,8 @@ def run_beside_a_shared_expert(group: Any, problem: Problem, way: ExchangeSpec) 
 
 
 def run_by_hand(group: Any, problem: Problem) -> bool:
-    """Whether the halves, and the methods without halves, give what a kernel gives, as a caller uses them."""
+    """Whether the halves, and the methods without halves, give what a kernel gives, as a caller uses them, and no
+    gradient to hidden states of rows that have none."""
     kernel, (x, w1, w2, weights, ids) = kernel_of_rank(group, problem, ExchangeSpec())
     part = kernel.prepare_finalize
     with running_on("reference"), torch.no_grad():
@@ -239,7 +240,12 @@ def run_by_hand(group: Any, problem: Problem) -> bool:
                 assert output.isnan().all(), "the output is written before anybody waits"
                 wait()
             outputs.append(output)
-    return all(torch.equal(output, expected) for output in outputs)
+    # What experts without a gradient made has none, and every rank's backward runs.
+    output = torch.empty_like(x.requires_grad_())
+    with running_on("reference"):
+        part.finalize(output, rows, weights, ids, False, impl, part.prepare(*given))
+        output.sum().backward()
+    return all(torch.equal(output, expected) for output in [*outputs, output]) and not cast(Any, x.grad).any()
 
 
 def failing_call(group: Any, problem: Problem, change: dict[str, Any]) -> tuple[str, str]:
