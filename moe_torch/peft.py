@@ -53,7 +53,7 @@ class ParamWrapper(_layer.ParamWrapper):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         wrappers = list(_chain(self))
         experts = self.get_base_layer()
-        if _is_under_way(experts):
+        if _is_under_way(experts) or not _is_ours(experts):  # as after `set_experts_implementation("eager")`
             return super().forward(x, *args, **kwargs)
         reason = _why_materialised(wrappers, experts)
         if reason is not None:

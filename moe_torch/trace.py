@@ -322,7 +322,8 @@ class _Observer(private.TorchDispatchMode):
         self, visit: Callable[[_Seen], Any], player: _Player | None = None, *, recomputes: bool = False
     ) -> None:
         super().__init__()
-        self._visit, self._player, self._recomputes = visit, player, recomputes
+        self._visit, self._player = visit, player
+        self._recomputes = recomputes or private.in_backward()  # opened by what a checkpoint runs again
 
     def __enter__(self) -> Any:
         WATCH.traces += 1

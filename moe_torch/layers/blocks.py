@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,13 @@ from moe_core.layers import MoELayerSpec, Storage
 from moe_core.layers.spec import storage_of
 from moe_torch.bridge.arrays import align, require_plain
 from moe_torch.bridge.options import require_instance
-from moe_torch.bridge.private import graph_break
+from moe_torch.bridge.private import graph_break, recomputations, uncompiled
 from moe_torch.layers.block_names import BlockArray, keep_names
 
 _ACTIVATIONS: dict[str, Any] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "relu2": lambda x: x.relu().square(),
 }
 
@@ -83,7 +83,11 @@ def _recorder() -> dict[str, Any] | None:
 
 @graph_break
 def _read(collector: Any) -> Any:
-    return collector.get()
+    collected = collector.get()
+    if collected is not None and "router_logits" in collected:
+        for owner, name in uncompiled(recomputations)():
+            _ask_again(owner, name)
+    return collected
 
 
 def _ask_for_logits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +95,25 @@ def _ask_for_logits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if _recorder() is None or kwargs.get("return_aux"):
         return None
     return args, {**kwargs, "return_aux": _RECORDED}
+
+
+def _ask_again(owner: Any, name: str) -> None:
+    """Let the function of a checkpoint that a backward will run ask for logits, too: it must save the same tensors."""
+    function = getattr(owner, name)
+    if hasattr(function, "asks"):
+        return
+
+    @functools.wraps(function)
+    def asking(*arguments: Any) -> Any:
+        collector: Any = _collector()
+        token = collector.set({"router_logits": []})
+        try:
+            return function(*arguments)
+        finally:
+            collector.reset(token)
+
+    setattr(asking, "asks", True)  # noqa: B010
+    setattr(owner, name, asking)
 
 
 def _record_logits(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -235,10 +235,12 @@ class MoE(PlannedLayer):
         """Draw weights from a normal distribution with standard deviation fan_in ** -0.5.
 
         Norms and scales are one. Biases, the correction bias and quantised matrices are zero. A table of ids has all
-        experts in turn. Ranks that share experts get the values of one process with the same seed.
+        experts in turn. Ranks that share experts get the values of one process with the same seed. Adapters start anew.
         """
         with torch.no_grad(), self.published() as tensors:
             initialize(self.spec, tensors)
+        if self.lora is not None:
+            self.lora.reset_parameters()
 
     def forward(
         self,

@@ -89,8 +89,7 @@ class PlannedLayer(PrepackedExperts):
             made.share_out(exchange, self.storage.gate_layout if self.spec.experts.activation.gated else None)
         for dropped in (False, True):
             made.encode(self._options, dropped)
-        if lora.slots == 1:
-            made.reset()
+        made.reset_parameters()
         return made
 
     def extra_repr(self) -> str:

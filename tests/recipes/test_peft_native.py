@@ -148,6 +148,9 @@ def test_checkpointing_autocast_and_use_after_adapters() -> None:
         model.enable_input_require_grads()
         assert_same(step(model), wanted, "checkpointed")
         model.gradient_checkpointing_disable()
+    model.base_model.model.set_experts_implementation("eager")
+    assert_same(step(model), wanted, "transformers' experts again")
+    use(model)
     with torch.autocast("cpu", torch.bfloat16):
         y, gradients = step(model)
     assert gradients.keys() == wanted[1].keys()

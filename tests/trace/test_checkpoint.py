@@ -147,6 +147,23 @@ def test_a_recomputed_layer_is_captured_once(kind: str) -> None:
     assert len(recording.trace()) == 4
 
 
+def test_blocks_that_a_checkpoint_runs_again() -> None:
+    """capture and replay are opened by the checkpointed function, and so by its recomputation."""
+    blocks, x, layers = models(), torch.randn(T, D).requires_grad_(), random_trace(3, weights=True)
+
+    def opened(x: Any) -> Any:
+        with capture() as recording, replay(layers):
+            y = run(blocks, x, lambda block, x: block(x))
+        for one, other in zip(recording.layers, layers, strict=True):
+            assert torch.equal(one.ids, other.ids)
+        return y.square().sum()
+
+    with running_on("reference"):
+        wanted = gradients_of(blocks, opened(x))
+        for one, other in zip(gradients_of(blocks, checkpoint(opened, x, use_reentrant=False)), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_compiled_programs_with_checkpoints() -> None:
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     trace = random_trace(3, weights=True)[:3]

@@ -123,6 +123,7 @@ MODEL_WAYS: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "option of use": ("none", "recompute", "batch_invariant", "main_grad"),
     "mask": ("none", "some"),
+    "router logits": ("none", "recorded"),
     **{name: values for name, values in TORCH_WAYS.items()},
 }  # fmt: skip
 GRAPH_WAYS: dict[str, tuple[str, ...]] = {

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers.utils.output_capturing
 from torch.utils.checkpoint import checkpoint
 
 import moe_torch.transformers
@@ -158,6 +159,8 @@ def _through(row: Row) -> tuple[Tensors, Tensors]:
     elif row["compile"] != "none":
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager")
+    if row["router logits"] != "none":
+        call = functools.partial(_recorded, call)
     replayed = None
     if row["trace"].startswith("replay"):
         with torch.no_grad(), trace.capture() as recording:
@@ -173,6 +176,16 @@ def _through(row: Row) -> tuple[Tensors, Tensors]:
         assert same, "captured ids"
     results = {name.replace(".base_layer", ""): one for name, one in found.items() if name not in adapters}
     return as_block(held, results), {name: found[name] for name in adapters}
+
+
+def _recorded(call: Callable[..., Any], x: Any, **more: Any) -> Any:
+    """A forward, whose router's logits transformers collects, and not the backward."""
+    collector: Any = transformers.utils.output_capturing._active_collector
+    token = collector.set({"router_logits": []})
+    try:
+        return call(x, **more)
+    finally:
+        collector.reset(token)
 
 
 def _exported(row: Row, held: Held, call: Callable[..., Any]) -> Any:

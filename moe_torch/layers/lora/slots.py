@@ -45,11 +45,11 @@ class LoRAParameters(torch.nn.Module):
         for name in _FACTORS:
             made = None
             if name in shapes:
-                made = torch.zeros(shapes[name], dtype=dtype, device=like.device)
+                made = torch.empty(shapes[name], dtype=dtype, device=like.device)
             self.register_parameter(name, None if made is None else torch.nn.Parameter(made))
         by_expert = options.slots, spec.num_experts
-        self.register_buffer("scale", torch.ones(by_expert, dtype=torch.float32, device=like.device))
-        self.register_buffer("ranks", torch.zeros(by_expert, dtype=torch.int32, device=like.device))
+        self.register_buffer("scale", torch.empty(by_expert, dtype=torch.float32, device=like.device))
+        self.register_buffer("ranks", torch.empty(by_expert, dtype=torch.int32, device=like.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> LoRAParameters:
         before = dict(self._buffers)
@@ -85,6 +85,15 @@ class LoRAParameters(torch.nn.Module):
     def _local(self) -> dict[str, Any]:
         """The factors of this rank."""
         return {n: one.to_local() if hasattr(one, "to_local") else one for n, one in self.present().items()}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Empty all slots, and start a new adapter where there is one slot alone."""
+        for array in (*self._local().values(), self.ranks):
+            array.zero_()
+        self.scale.fill_(1)
+        if self.options.slots == 1:
+            self.reset()
 
     @torch.no_grad()
     def reset(self, slot: int = 0, *, rank: int | None = None) -> None:

@@ -93,6 +93,13 @@ def test_meta_construction() -> None:
         layer = MoE(D, F, E, K)
     assert layer.experts.down.is_meta
     assert all(tensor.is_meta for tensor in layer.add_lora(LoRA(2)).state_dict().values())
+    layer.to_empty(device="cpu")
+    for tensor in layer.state_dict().values():
+        tensor.view(torch.uint8).fill_(255)
+    layer.reset_parameters()
+    wanted = MoE(D, F, E, K).add_lora(LoRA(2))
+    for name, tensor in layer.lora.state_dict().items():
+        assert (name[0] == "a" and tensor.std() > 0) or torch.equal(tensor, wanted.state_dict()[name]), name
 
 
 def test_initial_values() -> None:
