@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from moe_core import Unsupported
+from moe_core.ops.lora.adapters import Dropout
+from moe_core.ops.matmul.sm90_packed.plan import why_not
 from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
 from moe_core.specs import Activation
@@ -62,9 +65,14 @@ def test_explain_says_what_adds_tails_and_training_is_refused() -> None:
     problem = prepacked(drawn_in_tiles(OAI))
     specs = problem.specs
     options = ForwardOptions(lora=specs.lora, adapter_ids=specs.adapter_ids)
-    plan = plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=options)
+    with mock.patch("moe_core.ops.matmul.sm90_packed.few_rows_plan.why_not", side_effect=why_not) as asked:
+        plan = plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=options)
     assert [step.kernel.function for step in plan.steps].count("matmul_few_rows") == 2
     assert "then ranks of each row's adapter" in plan.explain()
+    product = asked.call_args.args[0]
+    adapters = dataclasses.replace(product.tail.adapters, dropout=Dropout(0.5, "token"))
+    product = dataclasses.replace(product, tail=dataclasses.replace(product.tail, adapters=adapters))
+    assert "dropout" in str(why_not(product))
     with pytest.raises(Unsupported, match="train with the weights that restore_weights gives"):
         training = dataclasses.replace(options, save=True)
         plan_moe(specs.x, specs.experts, specs.routing, problem.spec, H200, options=training)

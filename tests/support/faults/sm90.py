@@ -33,6 +33,7 @@ from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, Til
 from moe_core.specs.operands import map_arrays
 from tests.support.faults.instructions import INSTRUCTIONS, TARGET
 from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, plant, run_on_copy
+from tests.support.faults.low_rank import TAILED, Tailed
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
 from tests.support.matmul.composed import expected_composed, filled_rows, plan_composed, run_composed
@@ -318,7 +319,7 @@ def _case(scatter: str, activation: Activation, **options: object) -> Case:
     return Case(dtype="bfloat16", spec=spec, **(given | options))  # pyright: ignore
 
 
-PRODUCTS = {
+PRODUCTS = TAILED | {
     "result": Product(_case("slot", Activation("silu"), row_weight=True)),
     "halves and their result": Product(_case("row", Activation("silu")), ("y", "pre")),
     "pairs and their result": Product(_case("row", Activation("silu", gate_layout="interleaved")), ("y", "pre")),
@@ -344,14 +345,14 @@ PRODUCTS = {
 }
 
 
-def _compile(product: Product | Gradient | Fp8Product | Prepared, folder: Path, action: str) -> int:
+def _compile(product: Product | Gradient | Fp8Product | Prepared | Tailed, folder: Path, action: str) -> int:
     plan = product.plan(TARGET)
-    (launch,) = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
+    launch, *_ = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
     (folder / "instructions").write_text(INSTRUCTIONS[action](plan, launch))
     return 0
 
 
-def _run(product: Product | Gradient | Fp8Product | Prepared, folder: Path) -> int:
+def _run(product: Product | Gradient | Fp8Product | Prepared | Tailed, folder: Path) -> int:
     # Outside of the comparison: a write out of bounds is an error of its own.
     found, expected = product.results()
     try:

@@ -67,6 +67,8 @@ def why_not(problem: MatmulProblem) -> str | None:
         )
     if spec.activation is not None and spec.activation.name == "gelu":
         return "gelu's erf does not fit into the kernels' registers; use gelu_tanh, or restore the weight"
+    if problem.tail is not None and problem.tail.adapters.dropout.mask:
+        return "dropout masks what a tail of adapters adds, which would take a second sum; restore the weight"
     if weight.values.size // LINE >= INT32_LIMIT:
         return f"the kernels count lines of {LINE} bytes in 32 bits, got {weight.values.size} bytes of codes"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.faults.kernel_copies import NO_FAULT
+from tests.support.faults.low_rank import LOW_RANK_FAULTS
 from tests.support.faults.sm90 import (
     FAULTS,
     MIXED_INPUT_TALL_FAULTS,
@@ -19,7 +20,9 @@ from tests.support.faults.sm90 import (
 from tests.support.matmul.sm90 import needs_sm_90
 
 on_families = pytest.mark.parametrize(
-    "faults", [FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS], ids=["sm90", "tall", "swapped", "mixed"]
+    "faults",
+    [FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS, LOW_RANK_FAULTS],
+    ids=["sm90", "tall", "swapped", "mixed", "low_rank"],
 )
 
 

@@ -3,7 +3,6 @@ from triton.experimental.gluon import language as gl
 
 from moe_core.ops.common.kernels.aggregates import aggregate_of
 from moe_core.ops.exchange.kernels.addresses import slots_at
-from moe_core.ops.matmul.sm90.kernels.low_rank import present_adapters
 from moe_core.ops.matmul.sm90.kernels.pipeline import barrier
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
     HEIGHT,
@@ -15,6 +14,7 @@ from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import (
 )
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, read_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import activated
+from moe_core.ops.matmul.sm90_packed.kernels.low_rank import present_adapters
 from moe_core.ops.matmul.sm90_packed.kernels.tail import add_tail
 
 #: Shared memory: for each stage rows of x, codes, scales, zero points, for each slot of the ring a tile's row weights

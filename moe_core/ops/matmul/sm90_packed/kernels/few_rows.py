@@ -15,11 +15,11 @@ from moe_core.ops.common.kernels.layer import layer_in_stack
 from moe_core.ops.common.kernels.pdl import join
 from moe_core.ops.lora.kernels.tail import Tail
 from moe_core.ops.matmul.portable.kernel import rows_of_group
-from moe_core.ops.matmul.sm90.kernels.low_rank import prefetch_factor, present_adapters
 from moe_core.ops.matmul.sm90.kernels.pipeline import DEPTH, barrier, row_load
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT, decode_rows, left_half, of_words
 from moe_core.ops.matmul.sm90_packed.kernels.decode_integers import integer_operand, load_factors
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import store_tile
+from moe_core.ops.matmul.sm90_packed.kernels.low_rank import prefetch_factor, present_adapters
 from moe_core.ops.matmul.sm90_packed.kernels.tail import add_tail
 
 

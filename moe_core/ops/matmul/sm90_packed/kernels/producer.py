@@ -4,7 +4,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from moe_core.ops.common.kernels.aggregates import Tile
 from moe_core.ops.common.kernels.layer import layer_in_stack
-from moe_core.ops.matmul.sm90.kernels.low_rank import prefetch_tail
 from moe_core.ops.matmul.sm90.kernels.pipeline import (
     DEPTH,
     RING,
@@ -16,6 +15,7 @@ from moe_core.ops.matmul.sm90.kernels.pipeline import (
     tma_load,
 )
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT, LINES, UNIT
+from moe_core.ops.matmul.sm90_packed.kernels.low_rank import prefetch_tail
 
 
 @gluon.jit

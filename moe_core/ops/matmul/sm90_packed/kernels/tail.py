@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_core.ops.matmul.sm90.kernels.low_rank import COLUMNS, SUMS, add_where, factor_step, facts_of, steps_of
 from moe_core.ops.matmul.sm90_packed.kernels.decode_e2m1 import HEIGHT
 from moe_core.ops.matmul.sm90_packed.kernels.epilogue import matrix_rows
+from moe_core.ops.matmul.sm90_packed.kernels.low_rank import COLUMNS, SUMS, add_where, factor_step, facts_of, steps_of
 
 
 @gluon.jit
