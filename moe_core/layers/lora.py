@@ -56,13 +56,13 @@ class LoRA:
         require_at_least("max_rank", self.largest, self.rank)
         require_flags(self, "rslora", "shared")
         set_matmul_dtype(self, "dtype", optional=True)
-        if self.alpha is not None:
-            finite_float("alpha", self.alpha)
+        for name in ("dropout",) if self.alpha is None else ("dropout", "alpha"):
+            object.__setattr__(self, name, finite_float(name, getattr(self, name)))
         if not self.targets or not set(self.targets) <= set(TARGETS) or len(set(self.targets)) < len(self.targets):
             raise InvalidInput(
                 f"targets must be among {', '.join(TARGETS)}, each once, got {self.targets}; name these alone"
             )
-        if not 0 <= finite_float("dropout", self.dropout) < 1:
+        if not 0 <= self.dropout < 1:
             raise InvalidInput(f"dropout must be in [0, 1), got {self.dropout}; pass a probability")
 
     @property

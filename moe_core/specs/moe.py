@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from moe_core.base import WEIGHT_LAYOUTS, plan_type
-from moe_core.base.checks import require_choice, require_flags, require_kind, set_matmul_dtype
+from moe_core.base.checks import finite_float, require_choice, require_flags, require_kind, set_matmul_dtype
 from moe_core.errors import InvalidInput
 from moe_core.formats import Format
 from moe_core.specs.matmul import Activation
@@ -60,6 +60,7 @@ class MoESpec:
     lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_dropout", finite_float("lora_dropout", self.lora_dropout))
         if not 0 <= self.lora_dropout < 1:
             raise InvalidInput(f"lora_dropout must be in [0, 1), got {self.lora_dropout}; pass a probability")
         require_kind("row_limit", self.row_limit, RowLimit, optional=True)

@@ -69,8 +69,11 @@ def _accept(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, stric
         if not given or prefix + array.name in state:
             continue
         if given != names:  # one of gate and up, as a shard of a file holds it
-            held = array.split(layer._tensors()[array.name].detach())
-            state |= {name: part for name, part in zip(names, held, strict=True) if name not in state}
+            held = layer._tensors()[array.name].detach()
+            if held.is_meta:
+                errors[2].append(f"{names} must be in one state for a layer on meta, got {given}; load them together")
+                continue
+            state |= {name: part for name, part in zip(names, array.split(held), strict=True) if name not in state}
             errors[0].extend(name for name in names if name not in given)
         wrong = [name for name in names if tuple(state[name].shape) != array.shape]
         for name in wrong:

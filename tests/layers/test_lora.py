@@ -13,6 +13,7 @@ from moe_core.formats import scheme_named
 from moe_core.layers import ExpertsSpec, LoRA, MoELayerSpec, SharedExpertsSpec
 from moe_core.layers.around import OutputSpec
 from moe_core.layers.lora import TARGETS
+from moe_core.specs import Activation, MoESpec
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors
 
@@ -39,6 +40,13 @@ def test_slots_and_scales() -> None:
         every.require_layer(layer())
     assert (lora.scale(3), lora.scale(12), LoRA(4).scale(4)) == (2, 0.5, 1)
     assert LoRA(4, alpha=6, rslora=True).scale(4) == 3
+    half = np.float32(0.5)
+    assert type(LoRA(4, alpha=half).scale(4)) is float, "layers hold, and plans name, numbers of Python"
+    assert (
+        type(LoRA(4, dropout=half).dropout)
+        is type(MoESpec(Activation("silu"), lora_dropout=half).lora_dropout)
+        is float
+    )
 
 
 @pytest.mark.parametrize(
