@@ -163,7 +163,7 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
         # The model has them outside of its block.
         spec = dataclasses.replace(spec, shared_experts=None)
     known = [name for alternatives in names.values() for name in alternatives]
-    _require_as_made(block, experts, architecture, settings.settings, spec)
+    _require_as_made(block, architecture, settings.settings, spec)
     unknown, missing = [name for name in values if name not in known], [name for name in known if name not in values]
     if unknown:
         shared = architecture.family.shared
@@ -197,18 +197,27 @@ def block_weights(block: torch.nn.Module, config: Any) -> BlockWeights:
 
 
 def _require_as_made(
-    block: Any, experts: Any, architecture: Architecture, settings: Mapping[str, Any], spec: MoELayerSpec
+    block: torch.nn.Module, architecture: Architecture, settings: Mapping[str, Any], spec: MoELayerSpec
 ) -> None:
     """Refuse a block that no longer computes what its config says. Sizes are checked by the tensors' shapes."""
     naming, kind = architecture.naming, type(block).__name__
-    router = naming.router[0].partition(".")[0]
-    parts = {router: getattr(block, router, None), "experts": experts} | ({"block": block} if naming.blocks[0] else {})
+    # A block that is a whole decoder layer lends its router and experts.
+    lent = () if naming.blocks[0] else (naming.router[0].partition(".")[0], "experts")
     wanted = {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}
     wanted |= {"top_k": spec.top_k} | ({"num_group": wanted["n_group"]} if "n_group" in wanted else {})
     wanted = {name: one for name, one in wanted.items() if name[:11] != "num_experts" and not name.endswith("_size")}
-    for path, part in parts.items():
-        if part is None:
+    rows, shared = torch.linspace(-3, 3, 9, device="cpu"), spec.shared_experts and spec.shared_experts.activation
+    for path, part in block.named_modules():
+        if lent and path.partition(".")[0] not in lent:
             continue
+        path = path or "block"
+        activation = shared or spec.experts.activation if path[:6] == "shared" else spec.experts.activation
+        function, known = getattr(part, "act_fn", None), _ACTIVATIONS.get(activation.name)
+        if function is not None and known is not None and not torch.allclose(function(rows), known(rows), atol=1e-3):
+            raise InvalidInput(
+                f"{path}.act_fn of {kind} must be {activation.name} by its config, got {function}; pass the "
+                "config that the block was made with"
+            )
         if _is_changed(part):
             raise Unsupported(
                 f"{path} of {kind} must run its class's own forward without hooks, got another, which the layer would "
@@ -219,21 +228,16 @@ def _require_as_made(
                 raise InvalidInput(
                     f"{path}.{name} of {kind} must be {wanted[name]} by its config, got {value}; give both one value"
                 )
-    function, rows = getattr(experts, "act_fn", None), torch.linspace(-3, 3, 9, device="cpu")
-    known = _ACTIVATIONS.get(spec.experts.activation.name)
-    if function is not None and known is not None and not torch.allclose(function(rows), known(rows), atol=1e-3):
-        raise InvalidInput(
-            f"experts.act_fn of {kind} must be {spec.experts.activation.name} by its config, got {function}; pass the "
-            "config that the block was made with"
-        )
 
 
 def _is_changed(part: torch.nn.Module) -> bool:
-    """Return True if a forward or hook that is not transformers' stands before a part of one of its blocks."""
-    kinds = [kind.__module__.startswith("transformers.") for kind in type(part).__mro__ if "forward" in vars(kind)]
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    """Return True if another forward or hook stands before that of a part of transformers or torch."""
+    kinds = [kind for kind in type(part).__mro__ if "forward" in vars(kind) and kind is not torch.nn.Module]
+    known = [kind.__module__.startswith(("transformers.", "torch.")) for kind in kinds]
+    kept: Any = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    hooks = [hook for of_kind in kept for hook in of_kind.values()]
     own = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
-    return "forward" in vars(part) or own or (not kinds[0] and any(kinds))
+    return "forward" in vars(part) or own or (any(known) and not known[0])
 
 
 def act_as_block(layer: Any, weights: BlockWeights) -> None:

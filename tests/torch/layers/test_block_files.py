@@ -110,7 +110,7 @@ def test_arrays_that_do_not_fit_are_named() -> None:
     assert name in report.missing_keys and not report.unexpected_keys
     require_equal(model.state_dict()[gate], before[gate] + 1, gate)
     require_equal(model.state_dict()[name], before[name], name)
-    with pytest.raises(RuntimeError, match="must be in one state for a layer on meta, got .*gate_proj.*; load them"):
+    with pytest.raises(RuntimeError, match=r"must be in one state for a layer on meta, got .*gate_proj.*; load them"):
         model.to("meta").load_state_dict({gate: before[gate]}, strict=False, assign=True)
 
 
