@@ -59,7 +59,7 @@ class Blocks(RoutesPlanner):
         rows, back = spec.num_ranks * spec.block_rows, spec.num_ranks * spec.back_rows
         if steps is None or routes.slots is None or routes.send is None or operands.token_mask is not None:
             return
-        if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW:
+        if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW or joined.remembered(self.call):
             return
         keys: tuple[Any, ...] = (
             ("send", True, True), ("leaving", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
@@ -88,13 +88,16 @@ class _Again(NamedTuple):
     computed: int
     constants: tuple[torch.Tensor, ...]
 
+    def fits(self, call: ExchangeCall) -> bool:
+        return 2 + (call.layer + 1) * CALLS <= len(self.constants)
+
     def run(self, call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
         """See `joined.run_again`."""
         step, ranks, x, ids, weights = self.step, call.ranks, brought.x, brought.ids, brought.weights
-        number = 2 + call.layer * CALLS + call.number % CALLS
-        if number >= len(self.constants) or not (ids.is_contiguous() and weights.is_contiguous()):
+        if not (ids.is_contiguous() and weights.is_contiguous()):
             return None
-        given = ids, weights, *kept(self.constants, x.device)[:2], self.constants[number], *[x] * 4
+        header = self.constants[2 + call.layer * CALLS + call.number % CALLS]
+        given = ids, weights, *kept(self.constants, x.device)[:2], header, *[x] * 4
         # What comes stands behind x until it has memory.
         begun = step.ready.begin(step.change(step.pointers(tensors), *[one.data_ptr() for one in given]))
         invalid_ids, tokens_per_expert, counted, message, rows, spoilt, results, received, output = begun.outputs

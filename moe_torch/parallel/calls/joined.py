@@ -14,7 +14,7 @@ from moe_torch.bridge.options import TORCH_DTYPES
 from moe_torch.bridge.ready import Ready, dense
 from moe_torch.parallel.calls.known import Step
 
-#: Of what runs like calls, among their steps: it has the method `run` of `run_again`.
+#: Of what runs like calls, among their steps: it has the methods `fits` and `run` of `run_again`.
 KEY = ("again",)
 #: On a CPU ranks compare headers in every call, and products depend on the tokens that others told.
 DEVICES = {"cuda"}
@@ -53,9 +53,15 @@ def joined(
     return Step(ready, addresses, tuple(map(names.index, changing)), tuple(held)), ends[1:]
 
 
+def remembered(call: Any) -> Any:
+    """What runs like calls of this one, or None."""
+    again = None if call.steps is None or call.moving is not None else call.steps.get(KEY)
+    return again if again is not None and again.fits(call) else None
+
+
 def run_again(call: Any, brought: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Run a call that is remembered. tensors: of the call. None: it is another one, and nothing has run."""
-    again = None if call.steps is None or call.moving is not None else call.steps.get(KEY)
+    again = remembered(call)
     if again is None or (brought.x.data_ptr() | brought.ids.data_ptr() | brought.weights.data_ptr()) % ALIGNMENT:
         return None
     return again.run(call, brought, tensors)

@@ -36,12 +36,13 @@ class _Again(NamedTuple):
     headers: tuple[torch.Tensor, ...]
     constants: tuple[torch.Tensor, ...]
 
-    def run(self, call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results | None:
+    def fits(self, call: ExchangeCall) -> bool:
+        return self.memory() is not None and (call.layer + 1) * CALLS <= len(self.headers)
+
+    def run(self, call: ExchangeCall, brought: Brought, tensors: Sequence[torch.Tensor]) -> Results:
         """See `joined.run_again`."""
-        step, number = self.step, call.layer * CALLS + call.number % CALLS
-        if (memory := self.memory()) is None or number >= len(self.headers):
-            return None
-        arrays = brought.x, brought.ids, brought.weights, self.headers[number]
+        step, memory = self.step, cast(Symmetric, self.memory())
+        arrays = brought.x, brought.ids, brought.weights, self.headers[call.layer * CALLS + call.number % CALLS]
         kept(self.constants, brought.x.device)
         begun = step.ready.begin(step.change(step.pointers(tensors), *[one.data_ptr() for one in arrays]))
         for part, barrier in self.parts:
@@ -57,6 +58,8 @@ def remember(call: ExchangeCall, like: tuple[Any, Any], routes: PeerRoutes, dtyp
     """Remember a call of one chunk without a shared expert that has run. like: shape and strides of x."""
     steps, placement = call.steps, call.plan.placement
     if not isinstance(routes, DirectRoutes) or steps is None or routes.ids.device.type not in joined.DEVICES:
+        return
+    if joined.remembered(call):
         return
     (ids, weights, mask, places_of_experts, given), memory = routes.routing, routes.memory
     products = steps.get(("owner", len(memory.rows.own), routes.group_tokens))

@@ -111,7 +111,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec, adapters: Any = 
 
     seen = mock.patch("moe_torch.parallel.forward.run_again", run_again)
     steps = mock.patch.object(Step, "run", autospec=True, side_effect=Step.run)
-    with running_on("reference"), torch.no_grad(), devices, seen, used as used, steps as ran:
+    made = mock.patch.object(joined, "joined", wraps=joined.joined)
+    with running_on("reference"), torch.no_grad(), devices, seen, used as used, steps as ran, made as made:
         for turn in range(9):
             x, experts, routing = to_torch((own.x * (1 + turn), own.experts, own.routing))
             routing.weights.mul_(1 - turn / 9)
@@ -138,7 +139,8 @@ def like_calls(group: Any, problem: Problem, way: ExchangeSpec, adapters: Any = 
     peers, blocks = (way.rows == "tokens" and way.mode == mode for mode in ("peer", "padded"))
     if adapters is not None:
         return [*same, not kept, not any(whole), ran.call_count >= 3]
-    return [*same, kept == [CALLS + 1] * 4 * peers, sum(whole) == 4 * (peers or blocks)]
+    once = made.call_count == (peers or blocks)
+    return [*same, kept == [CALLS + 1] * 4 * peers, sum(whole) == 4 * (peers or blocks), once]
 
 
 @over(TORCH_WAYS)
