@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,22 @@ class BlockArray:
         return [part.contiguous() for part in parts]
 
 
+class _Tensors:
+    """Stands for the block's tensors where torch.distributed.checkpoint walks along the names of a state_dict."""
+
+    def __getattr__(self, name: str) -> _Tensors:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+
 def keep_names(layer: Any, arrays: tuple[BlockArray, ...]) -> None:
     """Let the layer save and load the names of `arrays` in a model's state_dict. It loads its own names, too."""
-    layer.block_arrays = arrays
+    layer.block_arrays, layer.block_tensors = arrays, _Tensors()
+    # torch.distributed.checkpoint's names of attributes.
+    layer._fqn_modifiers = partial(
+        dict.fromkeys, {name.split(".")[0] for a in arrays for name in a.names}, "block_tensors"
+    )
     layer.register_state_dict_post_hook(_rename)
     layer.register_load_state_dict_pre_hook(_accept)
 
@@ -66,10 +80,10 @@ def _accept(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, stric
     for array in layer.block_arrays:
         names = [prefix + name for name in array.names]
         given = [name for name in names if name in state]
-        if not given or prefix + array.name in state:
+        if not given:
             continue
+        held = layer._tensors()[array.name].detach()
         if given != names:  # one of gate and up, as a shard of a file holds it
-            held = layer._tensors()[array.name].detach()
             if held.is_meta:
                 errors[2].append(f"{names} must be in one state for a layer on meta, got {given}; load them together")
                 continue
@@ -81,4 +95,16 @@ def _accept(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, stric
                 f"{name} must be {list(array.shape)}, got {list(state[name].shape)}; load the state of this model"
             )
         if not wrong:
-            state[prefix + array.name] = array.join([state.pop(name) for name in names])
+            whole = array.join([state.pop(name) for name in names])
+            state[prefix + array.name] = _as_held(whole, held)
+
+
+def _as_held(whole: torch.Tensor, held: Any) -> torch.Tensor:
+    """A whole array as the layer's: `full_state_dict` of torch.distributed.checkpoint knows the layer's names alone."""
+    if not hasattr(held, "device_mesh") or hasattr(whole, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if type(held) is not DTensor:
+        return whole
+    return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the blocks are those of transformers")
 
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_core.checkpoint import open_checkpoint
 from moe_core.layers import LayerWeights, convert_weights
@@ -114,13 +116,34 @@ def test_arrays_that_do_not_fit_are_named() -> None:
         model.to("meta").load_state_dict({gate: before[gate]}, strict=False, assign=True)
 
 
-def test_distributed_checkpoints_take_the_names_of_the_layer() -> None:
-    """`torch.distributed.checkpoint` looks a name up in the modules."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
 
-    model = tiny("qwen2_moe")
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("names", ["block", "layer"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.usefixtures("process_group")
+def test_distributed_checkpoints_have_the_names(family: str, names: str, sharded: bool) -> None:
+    """`torch.distributed.checkpoint` looks a name up in the modules, and shards whole tensors by the layer's names."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    model, wanted = tiny(family), set(tiny(family).state_dict())
     for layer in with_layers(model).values():
-        layer.block_arrays = ()
-    state: Any = get_model_state_dict(model)
-    assert "model.layers.0.mlp.experts.gate_up" in state
-    assert not set_model_state_dict(model, state).missing_keys
+        layer.block_arrays = layer.block_arrays if names == "block" else ()
+    if sharded:
+        torch.distributed.fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    options = StateDictOptions(full_state_dict=True)
+    state: Any = {name: one.clone() for name, one in get_model_state_dict(model, options=options).items()}
+    assert (set(state) == wanted) == (names == "block")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    report = set_model_state_dict(model, dict(state), options=options)
+    assert not report.missing_keys and not report.unexpected_keys
+    for name, tensor in get_model_state_dict(model, options=options).items():
+        require_equal(tensor, state[name], name)
