@@ -34,7 +34,7 @@ PAIR_TESTS := $(addprefix tests/layers/,test_combinations.py test_routes.py)
 # Beside the suite: libraries around the layers. .ci/run has them in an environment without the others.
 RECIPE_TESTS := tests/recipes tests/checkpoint/convert/test_loaders.py
 
-.PHONY: environment parity test ranks pairs recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
+.PHONY: environment parity test beside ranks pairs recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
 	maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
 
 environment:
@@ -51,6 +51,13 @@ test: environment
 # Expert parallelism, on processes that are ranks and on devices of the host.
 ranks: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RANK_TESTS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
+
+# `ranks`, `pairs`, `faults` and `gate` as one run: a process that compiles fills the time that ranks wait for each other,
+# and none waits for the last test of each. Devices of JAX slow down beside ranks.
+beside: environment
+	MOEBIUS_GATE=cover MOEBIUS_ARCHS=$(ARCHS) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS) $(RANK_TESTS) \
+		$(PAIR_TESTS) tests/faults
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
 
 # Covering arrays: each pair of features and each field on each route once.

@@ -76,19 +76,24 @@ def everything(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
 
 
 def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
-    """Launches of `everything` that have all its facts: as the next one that with the most facts no other has yet, for
-    its cost. Those that later ones made needless are left out in the end."""
+    """Launches of `everything` that have all its facts: as the next one that with the most facts no other has yet. A
+    fact counts the less the more launches have it. Those that later ones made needless are left out in the end."""
     launches = everything(arch)
     own = [facts(plan, launch, numbers=arch == TUNED) for plan, launch in launches]
     cost = [_cost(launch) for _, launch in launches]
-    left: set[tuple[str, str, str]] = set().union(*own)
-    queue, chosen = [(-len(one) / cost[number], number) for number, one in enumerate(own)], []
+    common = Counter(fact for one in {*map(frozenset, own)} for fact in one)
+    left = set(common)
+
+    def worth(number: int) -> int:
+        # Of integers, whose sum is the same in every process, whatever the order of a set.
+        return sum(10**9 // common[fact] for fact in own[number] & left)
+
+    queue, chosen = [(-worth(number), number) for number in range(len(own))], []
     heapq.heapify(queue)
     while left:
         _, number = heapq.heappop(queue)
-        worth = len(own[number] & left) / cost[number]
-        if queue and -worth > queue[0][0]:
-            heapq.heappush(queue, (-worth, number))
+        if queue and -(now := worth(number)) > queue[0][0]:
+            heapq.heappush(queue, (-now, number))
             continue
         chosen.append(number)
         left -= own[number]
