@@ -17,6 +17,7 @@ codes: q + 8 or q + 128 for signed q, so that zero points keep their difference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -205,12 +206,7 @@ def _e8m0_scales(format: Format, suffix: str) -> Component:
 
 def packing_for(format: Format, interleaved: bool, compressed: bool = True) -> Packing:
     """Storage for a converter. interleaved: gpt-oss. compressed: mxfp8 of compressed-tensors. Raises Unsupported."""
-    element, arguments = format.element, _arguments(format)
-
-    def scheme(activations: Format | None = None) -> Scheme:
-        bits = 16 if activations is None else 8
-        return Scheme(f"{format.name}_w{format.bits_per_element}a{bits}", format, activations)
-
+    element, arguments, scheme = format.element, _arguments(format), functools.partial(Scheme, format.name, format)
     if element == "e2m1" and interleaved:
         return mxfp4_packing(scheme(), {"quant_method": "mxfp4"})
     if element == "e2m1":

@@ -45,7 +45,7 @@ def config_of(index: TensorIndex, name: str) -> dict[str, Any]:
         field = fields.get(f"{architecture}.{key}")
         if field is None:
             raise InvalidInput(f"{path} must have {architecture}.{key} in its metadata, got none; {_CONFIG}")
-        settings[setting] = int(field.contents())
+        settings[setting] = field.contents()
     model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     settings |= {"architectures": [model.__name__], "tie_word_embeddings": "output.weight" not in index.files}
     return settings
