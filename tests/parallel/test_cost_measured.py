@@ -13,6 +13,7 @@ from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from moe_core.layers.spec import MoELayerSpec
 from moe_core.parallel import ExchangeSpec, Link, Machine, Placement, Zipf, predict, simulate
+from moe_core.parallel.header import Header
 from moe_core.parallel.machine import H200
 from moe_core.parallel.traffic import even_traffic, traffic_of
 from moe_core.specs.routing import RouterSpec
@@ -120,6 +121,7 @@ def test_group_limits() -> None:
     law, placement = Zipf(0.0), Placement.linear(256, 64)
     us = [simulate(layer, law, 4096, placement, H200, ExchangeSpec()).us for layer in (grouped(8, 4), DSV3)]
     predicted = predict(grouped(8, 4), 4096, 64, H200, ExchangeSpec())
+    assert "a token's experts are in 1 of 2 groups" in predict(grouped(2, 1), 4096, 8, H200, ExchangeSpec()).assumed
     assert us[0] < us[1] and "a token's experts are in 4 of 8 groups" in predicted.assumed
     even = even_traffic(DSV3, 64, 1.0, 8)
     law = traffic_of(law.ids(8192, 8, 256), placement, 8)
@@ -143,6 +145,10 @@ def test_a_token_crosses_once_for_a_host_that_forwards() -> None:
     assert us(slow, fast, hosts=2) == pytest.approx((400.0, 400.0), rel=1e-5)
     found = predict(layer, 100, 4, Machine(fast, slow, 2, 1.0, 1e3), ExchangeSpec(hosts=2))
     assert "2 hosts: a token crosses to one once" in str(found)
+    found = predict(layer, 100, 4, Machine(slow, fast, 2, 1.0, 1e3), ExchangeSpec(hosts=2))
+    # The other rank of the host sends a header, and once more with a count of 8 bytes.
+    header = 4 * len(Header._fields)
+    assert dict(found.stages)["counts"] == pytest.approx((header + header + 8) / 1e3, rel=1e-5)
     with pytest.raises(InvalidInput, match=r"exchange.hosts must leave at most the machine's domain of 1 ranks"):
         predict(layer, 100, 4, Machine(fast, slow, 1, 1.0, 1e3), ExchangeSpec(hosts=2))
     assert us(fast, slow) == pytest.approx((400.0, 400.0), rel=1e-5)

@@ -31,6 +31,7 @@ from moe_torch.compat.triton_kernels.tensor_details import layout
 from moe_torch.transformers.activations import _of_fp8
 from moe_torch.transformers.fp8 import fp8_weights
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
+from moe_torch.transformers.use import _restore_forward
 from tests.support.torch import running_on
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -260,6 +261,17 @@ def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.
         y = exact.get_input_embeddings()(tokens(device)).detach().requires_grad_()
         exact(inputs_embeds=y).logits.square().mean().backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-2, atol=1e-5)
+
+
+def test_forwards_of_mxfp4_blocks_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which releases before 5.23 put in the place of a block's own; another stays."""
+    theirs, other = (lambda self, x: x), (lambda self, x: x)
+    monkeypatch.setattr(mxfp4, "mlp_forward", theirs, raising=False)
+    for forward in (theirs, other):
+        block: Any = torch.nn.Identity()
+        block.forward = types.MethodType(forward, block)
+        _restore_forward(block)
+        assert ("forward" in vars(block)) == (forward is other)
 
 
 @pytest.mark.parametrize(

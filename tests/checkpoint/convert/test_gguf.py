@@ -20,6 +20,7 @@ from moe_core.checkpoint.convert.gguf import ARCHITECTURES
 from moe_core.checkpoint.convert.verify import verify_conversion
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.tools.convert_cli import main
+from moe_torch.transformers import verify
 from moe_torch.transformers.gguf import published_tensors
 from tests.support.families import IS_EARLIER
 from tests.support.quantized.gguf_files import gguf_tensors, write_gguf
@@ -116,7 +117,11 @@ FORMATS = ("bf16", "int4_g32", "int8_row", "fp8_tensor", "fp8_channel", "fp8_blo
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_alone_has_the_logits_of_transformers(
-    quantised: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+    quantised: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    format: str,
 ) -> None:
     """Q4_0 and int4_g32 are one storage; the config comes from the metadata, which transformers reads in part.
 
@@ -132,6 +137,18 @@ def test_a_file_alone_has_the_logits_of_transformers(
         assert "differ from the source's by 0.000e+00" in shown, shown
         config = json.loads((tmp_path / "made" / "config.json").read_text())
         assert config["moe_intermediate_size"] == F and config["architectures"] == ["Qwen3MoeForCausalLM"]
+        assert not any(key.startswith("_") for key in config)
+        assert type(verify_conversion(quantised, tmp_path / "made").logits) is float
+        # A source that transformers leaves random in part is nothing to compare with.
+        loaded = verify._loaded
+
+        def lacking(checkpoint: Any) -> Any:
+            model, report = loaded(checkpoint)
+            return model, report | ({"missing_keys": {"lm_head.weight"}} if checkpoint.index.is_gguf else {})
+
+        monkeypatch.setattr(verify, "_loaded", lacking)
+        compared = verify_conversion(quantised, tmp_path / "made")
+        assert compared.logits is None and "it leaves lm_head.weight and others random" in str(compared)
     elif format == "int4_g32":
         one, other = (open_checkpoint(path).layer(0).experts for path in (quantised, tmp_path / "made"))
         np.testing.assert_array_equal(one.gate_up.values, other.gate_up.values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,25 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path, monkeypatch: pytes
         tracemalloc.stop()
         written = max(file.stat().st_size for file in made.glob("*.safetensors"))
         assert largest / 8 < peak <= 1.2 * written, (format, peak, written)
+
+
+def test_a_job_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 bytes each, with room for 3 and for 4."""
+    events: list[str] = []
+
+    def submit(_: Any, run: Any, job: Any) -> Any:
+        events.append("begin")
+        done: Future[Any] = Future()
+        done.set_result(job())
+        return done
+
+    monkeypatch.setattr(stream.ThreadPoolExecutor, "submit", submit)
+    units = [stream.Unit((), lambda: [lambda: stream.Made(())], 2) for _ in range(3)]
+    for room, order in ((3, "begin end begin end begin end"), (4, "begin begin end begin end end")):
+        events.clear()
+        for _ in stream._made_ahead(units, room):
+            events.append("end")
+        assert " ".join(events) == order
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from types import SimpleNamespace
@@ -380,3 +381,8 @@ def test_steps_hold_no_address_of_another_array() -> None:
             other = x + 1
             (found,) = step.run([slots], other.data_ptr())
             assert torch.equal(found, other)
+        # Of a rank's GPU, which need not be the first.
+        there = step._replace(ready=dataclasses.replace(step.ready, device=torch.device("cuda", 1)))
+        with mock.patch.object(joined, "prepare") as prepare:
+            joined.joined([there], {}, [f"0.{one.name}" for one in step.ready.prepared.plan.outputs], ["0.x"])
+        assert prepare.call_args.args[1] == 1

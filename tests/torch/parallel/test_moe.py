@@ -202,13 +202,16 @@ def test_quantised_rows_are_those_of_one_device(ranks: Pool, way: ExchangeSpec, 
 @over(PEER)
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_chunks_have_the_forward_of_one_device(ranks: Pool, way: ExchangeSpec, chunks: int) -> None:
-    """Also where a rank has fewer tokens than chunks, or none; gradients are refused."""
+    """Also where a rank has fewer tokens than chunks, or none, and in rows of 8 bytes; gradients are refused."""
     way, spec = dataclasses.replace(way, chunks=chunks), dataclasses.replace(PLAIN, tuning=Tuning(batch_invariant=True))
     for seed, load in enumerate(("random", "hot_rank", "masked")):
         kind, experts, size, tokens, top_k = SIZES[seed]
         placement = placement_of(kind, experts, size)
         problem = draw_problem(seed, placement, tokens, top_k, load, "float32", spec, sizes=sizes_of(way))
         compare_with_one_device(ranks, problem, way, load, differentiated=False)
+    narrow = dataclasses.replace(spec, out_dtype="bfloat16")
+    problem = draw_problem(4, placement, tokens, top_k, "random", "float32", narrow, sizes=(4, 8))
+    compare_with_one_device(ranks, problem, way, "outputs in bf16", differentiated=False)
     with pytest.raises(AssertionError, match=f"training moves all tokens at once, got chunks={chunks}.*micro-batches"):
         run_group(ranks, problem, way)
 
