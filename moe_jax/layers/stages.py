@@ -30,8 +30,7 @@ class RoutedBy:
 
     Args:
         gate_inputs: like x. The router scores it instead of x.
-        expert_ids: integers `[..., K]`, distinct experts of each token, weighted by the router without correction bias.
-            A token with an id outside [0, E) counts as masked.
+        expert_ids: integers `[..., K]`, see `moe_torch.MoE.forward`.
         input_ids: integers `[...]`, token ids for a layer with a table of ids, used without expert_ids.
     """
 

@@ -32,9 +32,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 ) -> jax.Array:
     """Return d `[M, N]` with `d[row] = a[row] @ b[m_indices[row]].T` for every row: the contiguous layout.
 
-    K and N are multiples of 128. Groups may begin anywhere, in any order. No gradients. a: e4m3 `[M, K]` and scales
-    fp32 `[M, K / 128]`. b: e4m3 `[G, N, K]` and scales fp32 `[G, N / 128, K / 128]`. m_indices: int32 `[M]`, the group
-    of each row. Rows with another number, such as -1, are not read and are zero in d. out_dtype: bf16, fp16 or fp32.
+    See the function in `moe_torch.modular` for the arrays. No gradients. out_dtype: bf16, fp16 or fp32.
     """
     name = _out_dtype(out_dtype)
     rows, _ = contract.check_products(contract.pair_of("a", a), contract.pair_of("b", b))
@@ -49,9 +47,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> jax.Array:
     """Return d `[G, M, N]` with `d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T` for every group: the masked layout.
 
-    a: e4m3 `[G, M, K]` and scales fp32 `[G, M, K / 128]`. masked_m: int32 `[G]`. Rows past it are not read, and are
-    zeros in d. expected_m: static, about how many rows of a group are used, to choose tiles. The rest is as in
-    `m_grouped_fp8_gemm_nt_contiguous`.
+    See the function in `moe_torch.modular` for the arrays. No gradients. expected_m: static. out_dtype: bf16, fp16 or
+    fp32.
     """
     name = _out_dtype(out_dtype)
     require_at_least("expected_m", expected_m, 1)
@@ -105,9 +102,8 @@ def deep_gemm_experts(
 ) -> jax.Array:
     """Return output `[M, K]`, weighted and reduced, of prepared hidden_states `[M, K]` by contiguous products.
 
-    Rounded like `moe_torch.modular.DeepGemmExperts`. quant_config: fp8_w8a8 with block_shape [128, 128] and the scales
-    of w1 `[E, N, K]` and w2 `[E, K, F]`. N, K and F are multiples of 128. hidden_states: bf16, fp16 or fp32, or e4m3
-    with a1q_scale fp32 `[M, K / 128]` and output in bf16. e8m0: activations get power-of-two scales.
+    See `moe_torch.modular.DeepGemmExperts` for arrays, options and roundings. The output of e4m3 hidden states is
+    bf16.
     """
     weights, ids = left_routing(topk_weights, topk_ids, apply_router_weight_on_input)
     size = moe_problem_size(hidden_states.shape, w1.shape, w2.shape, ids.shape, "out_in")

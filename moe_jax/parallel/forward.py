@@ -64,10 +64,7 @@ def moe(
         tensor_axis: a second mesh axis. Its ranks have separate tokens and slices of the experts from
             `moe_core.parallel.tensor.split_experts`, but the whole down_bias. Results are sums over it in rank order,
             not bitwise equal to one device.
-        lora: adapters. Factors are of this rank's experts, `[S, L, ...]`, or shared by all; scale and ranks are of all
-            E experts. With a tensor_axis, the slices of `moe_core.parallel.tensor.split_factors`. Dropout has a mask
-            for each rank's rows.
-        adapter_ids: int32 `[T]`, with lora: the adapter of each token here, -1 = none.
+        lora, adapter_ids: see `moe_torch.parallel.moe`.
 
     Returns:
         a ParallelOutput. Its `overflow` counts rows beyond a bound. The output of their tokens is NaN, or lacks them

@@ -70,10 +70,7 @@ def dispatch(
         results = moe_jax.moe(arrived.rows, experts, TopK(arrived.ids, arrived.weights), arrived.spec(spec)).output
         y = combine(results, arrived)
 
-    Args:
-        x: bf16, fp16 or fp32 `[T, D]`, the tokens of this rank, with the same T on all.
-        ids, weights: `[T, K]`, integers for experts of all E, -1 for none.
-        token_mask: bool `[T]`, False for padding.
+    x, ids, weights, token_mask: see `moe_torch.parallel.dispatch`. T is the same on all ranks.
 
     Raises:
         InvalidInput: wrong arguments, or outside of a shard_map over this axis.

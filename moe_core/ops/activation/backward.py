@@ -27,11 +27,8 @@ _COLUMNS = {"gpu": (512, 256, 128), "interpreter": (1024, 32)}
 def plan_activation_backward(
     d_y: ArraySpec, x: ArraySpec, activation: Activation, target: Target, *, up: ArraySpec | None = None
 ) -> LaunchPlan:
-    """d_x (and d_up) of y `[R, F]` = activation(x, up): fp32, one cast to the dtype of x.
-
-    d_y `[R, F]`, x `[R, 2F]` (gated, one buffer) or `[R, F]` (ungated, or the gate of `up` `[R, F]`): bf16, fp16 or
-    fp32; rows may be strided. Outputs, dense: d_x, [d_up].
-    """
+    """d_x (and d_up) of y = activation(x, up) from d_y: fp32, one cast to the dtype of x. Arrays: as in
+    `plan_activation`. Outputs, dense: d_x, [d_up]."""
     width = check_input(x, up, activation)
     rows = x.shape[0]
     require_spec("d_y", d_y, (rows, width), dtypes.MATMUL_DTYPES, contiguous=False)

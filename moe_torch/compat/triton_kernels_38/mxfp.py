@@ -30,11 +30,9 @@ def downcast_to_mxfp(
     microblock_size: int = MXFP_BLOCK_SIZE,
     DEQUANT_SCALE_ROUNDING_MODE: DequantScaleRoundingMode = _ROUND_UP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x (bf16, fp16 or fp32) to (values, scales uint8), both contiguous along axis.
+    """Quantise x to (values, scales) as Triton 3.5's function, but ROUND_DOWN is OCP's rule, which may saturate.
 
-    out_dtype: torch.uint8 (mxfp4, an even axis, halved), torch.float8_e4m3fn or float8_e5m2. An axis of K has
-    `ceil(K / 32)` groups. ROUND_DOWN: OCP's rule, which may saturate. Raises InvalidInput, and Unsupported for other
-    types, sizes and scales.
+    Raises InvalidInput, and Unsupported for other types, sizes and scales.
     """
     require_mx("scales", scale_dtype, microblock_size)
     source = x.data if isinstance(x, Tensor) else x

@@ -27,9 +27,7 @@ def topk(
 ) -> SparseMatrix:
     """Choose columns of x `[T, E]`: indx int32 and vals fp32 `[T, K]`, by descending value, and mask `[T, E]`.
 
-    Ties go to the lower column. y_indx: `[T, K]`, chosen columns, kept in their order, -1 if outside [0, E).
-    apply_softmax: vals are the softmax over a row's chosen numbers. n_rows: an integer, or a tensor of one. Further
-    rows have columns -1 and values 0. Raises Unsupported for another dim, and for an exchange between GPUs.
+    See Triton 3.5's function for the options. Raises Unsupported for another dim, and for an exchange between GPUs.
     """
     if dim not in (1, -1):
         raise Unsupported(f"dim must be 1, the columns, got {dim}: experts are columns here; transpose x")

@@ -26,8 +26,7 @@ _NO_MOE_CONFIG = types.SimpleNamespace(moe_parallel_config=None)
 class FusedMoEExperts(Hooks):
     """The base of experts that take routed tokens and of those that route by themselves.
 
-    configs: quant_config, or the newest generation's moe_config, quant_config, max_num_tokens and num_dispatchers.
-    Raises Unsupported if `why_unsupported` gives a reason.
+    configs: see `FusedMoEPermuteExpertsUnpermute`. Raises Unsupported if `why_unsupported` gives a reason.
     """
 
     #: As all of OF_QUANT_CONFIG.
