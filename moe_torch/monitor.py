@@ -127,7 +127,9 @@ class Monitor:
         """Read all layers at once."""
         counts = torch.cat([layer.watch.counts for layer in self._layers])
         sums = torch.stack([layer.watch.sums for layer in self._layers])
-        self._add_ranks(counts, sums)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for total in (counts, sums):
+                torch.distributed.all_reduce(total, group=self._group)
         vectors = [norm.reshape(-1).float() for of_layer in norms for norm in of_layer.values()]
         measured = torch.cat([sums.view(-1), *vectors]).cpu().numpy().astype(np.float64)
         totals, sums, measured = counts.cpu().numpy(), *np.split(measured, [sums.numel()])
@@ -153,12 +155,6 @@ class Monitor:
                 )
             )  # fmt: skip
         return windows
-
-    def _add_ranks(self, *totals: torch.Tensor) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            for total in totals:
-                distributed.all_reduce(total, group=self._group)
 
 
 class _Layer:

@@ -80,7 +80,9 @@ def _group(group: Settings, kind: Any, settings: Settings) -> Packing:
         raise unsupported("output_activations", "results of products cannot be quantised")
     require_known(weights, _ARGUMENTS, "weights")
     if kind == "nvfp4-pack-quantized":
-        return _nvfp4(weights, activations, settings)
+        require(weights, num_bits=(4,), type=("float",), group_size=(_NVFP4_GROUP,), strategy=("tensor_group", "group"))
+        packing = layouts.nvfp4(settings, modelopt=False)
+        return packing if activations is None else dataclasses.replace(packing, notes=(dropped("nvfp4", "nvfp4"),))
     if weights.get("actorder") in ("dynamic", True):
         raise unsupported(f"actorder {weights['actorder']!r}", "it must be 'group', 'weight' or null")
     format = _format(weights)
@@ -110,12 +112,6 @@ def _group(group: Settings, kind: Any, settings: Settings) -> Packing:
         packing = plain_packing(scheme, settings)
     packing = dataclasses.replace(packing, notes=notes)
     return static(packing) if is_static else packing
-
-
-def _nvfp4(weights: Settings, activations: Any, settings: Settings) -> Packing:
-    require(weights, num_bits=(4,), type=("float",), group_size=(_NVFP4_GROUP,), strategy=("tensor_group", "group"))
-    packing = layouts.nvfp4(settings, modelopt=False)
-    return packing if activations is None else dataclasses.replace(packing, notes=(dropped("nvfp4", "nvfp4"),))
 
 
 def _format(weights: Settings) -> Format:

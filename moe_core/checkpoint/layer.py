@@ -236,23 +236,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     )
     config = text_model(document)
     architecture = architecture_of(config)
-    settings = config.quantization or _modelopt_settings(directory)
+    settings = config.quantization
+    if not settings and (own := inside(directory, "hf_quant_config.json")).exists():
+        settings = {"quant_method": "modelopt", **read_json(own)}
     quantization = read_quantization(settings, config.model_type, config.settings)
     index = index or find_tensors(directory, only)
     quantization = gguf_quantization() if index.is_gguf else quantization
     if architecture.shared_d_ff and not any("share" in name or "shexp" in name for name in index.files):
-        architecture = architecture.without_shared()
+        spec = dataclasses.replace(architecture.spec, shared_activation=None)
+        architecture = dataclasses.replace(architecture, shared_d_ff=0, spec=spec, lacks_shared=True)
     facts = (config.settings, architecture, index, quantization, config.nested, document, only)
     checkpoint = Checkpoint(directory, config.model_type, *facts)
     # Settings of experts that cannot be read raise here; those of other matrices do not matter.
     _ = checkpoint.packing
     return checkpoint
-
-
-def _modelopt_settings(directory: Path) -> Mapping[str, Any] | None:
-    """modelopt may write a file of its own instead of a quantization_config."""
-    path = inside(directory, "hf_quant_config.json")
-    return {"quant_method": "modelopt", **read_json(path)} if path.exists() else None
 
 
 def _refuse_unread(index: TensorIndex, names: LayerNames, stacks: Mapping[str, Stack], reader: StackReader) -> None:

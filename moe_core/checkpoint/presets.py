@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import architecture_of, text_model
-from moe_core.errors import InvalidInput, Unsupported
+from moe_core.errors import Unsupported
 from moe_core.layers.spec import MoELayerSpec
 
 
@@ -19,11 +19,8 @@ def layer_spec_from_config(config: Any, layer: int | None = None) -> MoELayerSpe
     families than `moe_core.checkpoint.families.FAMILIES` and for variants that the layer cannot compute.
     """
     architecture = architecture_of(text_model(settings_of(config)))
-    if layer is not None and layer not in architecture.moe_layers:
-        raise InvalidInput(
-            f"layer must be one with experts ({architecture.moe_layers_rule}), got {layer!r}; the model's are "
-            f"{list(architecture.moe_layers)}"
-        )
+    if layer is not None:
+        architecture.require_layer(layer)
     if architecture.input_noise:
         raise Unsupported(
             f"{architecture.family.input_noise} in config.json must be 0 or null for a preset, got "

@@ -156,11 +156,7 @@ class _Model:
 
     def require_layer(self, layer: int, weights: LayerWeights) -> None:
         architecture = self.architecture
-        if layer not in architecture.moe_layers:
-            raise InvalidInput(
-                f"layer must be one with experts ({architecture.moe_layers_rule}), got {layer!r}; the model's are "
-                f"{list(architecture.moe_layers)}"
-            )
+        architecture.require_layer(layer)
         if not isinstance(weights, LayerWeights):
             raise InvalidInput(
                 f"weights of layer {layer} must be LayerWeights, got {type(weights).__name__}; use "
@@ -175,7 +171,15 @@ class _Model:
                     f"weights of layer {layer} must have {name} = {mine} by config, got {theirs}; pass the "
                     "config that belongs to the weights"
                 )
-        _warn_of_options(wanted, provided)
+        names = [name for name in FREE_FIELDS if name not in _SAME_RESULTS]
+        lost = [name for name in names if getattr(wanted, name) != getattr(provided, name)]
+        if lost:
+            listed = ", ".join(f"{name}={getattr(provided, name)}" for name in lost)
+            warnings.warn(
+                f"config.json has no entry for {listed}, which the layers have: layers read from the files compute "
+                "without",
+                stacklevel=3,
+            )
 
     def require_dtype(self, layer: int, weights: LayerWeights) -> None:
         """transformers would round silently to the dtype in config."""
@@ -185,17 +189,6 @@ class _Model:
                 f"dtype of config must be {weights.dtype}, that of layer {layer}'s weights, got {named!r}; correct it "
                 "or cast the weights"
             )
-
-
-def _warn_of_options(wanted: MoELayerSpec, provided: MoELayerSpec) -> None:
-    names = [name for name in FREE_FIELDS if name not in _SAME_RESULTS]
-    lost = [name for name in names if getattr(wanted, name) != getattr(provided, name)]
-    if lost:
-        listed = ", ".join(f"{name}={getattr(provided, name)}" for name in lost)
-        warnings.warn(
-            f"config.json has no entry for {listed}, which the layers have: layers read from the files compute without",
-            stacklevel=4,
-        )
 
 
 def _tensors(weights: LayerWeights, model: _Model, layer: int, storage: str | None) -> Iterator[tuple[str, np.ndarray]]:

@@ -55,6 +55,21 @@ class FusedMoEParallelConfig:
             raise InvalidInput(f"ep_size must be 1 without use_ep, got {self.ep_size}; pass use_ep=True")
 
 
+class ZeroExperts(NamedTuple):
+    """output `[M, K]`, to be added to the experts' output, and the routing that is left for them, with -1 and 0."""
+
+    output: Any
+    topk_weights: Any
+    topk_ids: Any
+
+
+class FinalizedNorm(NamedTuple):
+    """hidden `[M, K]`, the next residual, and its norm."""
+
+    hidden: Any
+    normalized: Any
+
+
 class ProblemSize(NamedTuple):
     """E local experts, M tokens (or max_num_tokens), N columns of product 1 (2F if gated), K of hidden states, topk."""
 

@@ -98,9 +98,14 @@ class MoESpec:
         require_kind("router", self.router, RouterSpec, optional=True)
         set_matmul_dtype(self, "logits_dtype")
         set_matmul_dtype(self, "out_dtype", optional=True)
-        if self.router is not None and self.router.require_top_k() != 1 and self.apply_router_weight_on_input:
+        if self.router is not None:
+            self.require_slots(self.router.require_top_k())
+
+    def require_slots(self, top_k: int) -> None:
+        """Raise InvalidInput for several slots of a token whose input is weighted."""
+        if self.apply_router_weight_on_input and top_k != 1:
             raise InvalidInput(
-                f"top_k must be 1 with apply_router_weight_on_input, got {self.router.top_k}; weight the output instead"
+                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
             )
 
     @property

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
-from moe_core.modular.types import ZERO_EXPERT_TYPES
+from moe_core.modular.types import ZERO_EXPERT_TYPES, FinalizedNorm, ZeroExperts
 from moe_core.specs.norm import NormSpec
 from moe_jax import ops
 from moe_jax.modular.prepare_finalize import as_routing, rows_by_slot, weighted_rows
 
 _DEFAULT_NORM = NormSpec()
-
-
-class ZeroExperts(NamedTuple):
-    """output `[M, K]`, to be added to the experts' output, and the routing that is left for them, with -1 and 0."""
-
-    output: jax.Array
-    topk_weights: jax.Array
-    topk_ids: jax.Array
 
 
 def zero_experts(
@@ -47,13 +37,6 @@ def zero_experts(
         return ZeroExperts(jnp.zeros_like(hidden_states), *left)
     passed = weighted_rows(hidden_states, jnp.where(chosen, weights, 0.0).sum(1, keepdims=True))
     return ZeroExperts(jnp.where(chosen.any(1, keepdims=True), passed, jnp.zeros_like(passed)), *left)
-
-
-class FinalizedNorm(NamedTuple):
-    """hidden `[M, K]`, the next residual, and its norm."""
-
-    hidden: jax.Array
-    normalized: jax.Array
 
 
 def finalize_and_norm(

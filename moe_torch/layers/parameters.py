@@ -258,11 +258,9 @@ class ExpertParameters(ParameterGroup):
         x, operands = autocast(x), self.operands()
         if norm is None and low_rank is None:
             return self.moe(x, operands, routing, spec).output
-        return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=self._norm_by(norm))
-
-    def _norm_by(self, norm: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        spec = self.layer_spec.norm_of_experts
-        return None if norm is None or spec is None else lambda slots: ops.rms_norm(slots, norm, spec)
+        of_each = self.layer_spec.norm_of_experts
+        by = None if norm is None or of_each is None else lambda slots: ops.rms_norm(slots, norm, of_each)
+        return run_stages(x, operands, routing, spec, low_rank=low_rank, norm=by)
 
 
 def require_here(name: str, array: Any, x: torch.Tensor) -> Any:

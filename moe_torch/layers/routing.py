@@ -179,7 +179,14 @@ def given_ids(
     table = own_part(layer.router, "router").table
     require_ids(layer.spec, expert_ids, input_ids)
     if expert_ids is not None:
-        return ids_of_tokens(expert_ids, x, layer.spec.top_k)
+        require_dense("expert_ids", expert_ids)
+        shape, expert_ids = (*x.shape[:-1], layer.spec.top_k), as_int32(expert_ids)
+        if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
+            raise InvalidInput(
+                f"expert_ids must be integers {shape}, top_k for each token of x, got {expert_ids.dtype} "
+                f"{tuple(expert_ids.shape)}; convert them with .int() and give them that shape"
+            )
+        return expert_ids.reshape(-1, layer.spec.top_k).contiguous()
     if table is None or input_ids is None:
         return None
     require_dense("input_ids", input_ids)
@@ -193,17 +200,6 @@ def given_ids(
     inside = (flat >= 0) & (flat < len(table))
     # A token outside of the table counts as an invalid id.
     return torch.where(inside[:, None], table[flat.where(inside, 0)], layer.spec.num_experts)
-
-
-def ids_of_tokens(expert_ids: torch.Tensor, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    require_dense("expert_ids", expert_ids)
-    shape, expert_ids = (*x.shape[:-1], top_k), as_int32(expert_ids)
-    if expert_ids.shape != shape or expert_ids.dtype != torch.int32:
-        raise InvalidInput(
-            f"expert_ids must be integers {shape}, top_k for each token of x, got {expert_ids.dtype} "
-            f"{tuple(expert_ids.shape)}; convert them with .int() and give them that shape"
-        )
-    return expert_ids.reshape(-1, top_k).contiguous()
 
 
 def _within_capacity(ids: torch.Tensor, layout: RaggedLayout, layer: Any) -> torch.Tensor:

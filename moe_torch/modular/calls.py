@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from moe_core.specs.matmul import Activation
 from moe_torch.modular.generations.tokens import ExpertTokensMetadata
 from moe_torch.modular.quant_config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+
+Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,16 @@ class PreparedTokens:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.a1q, self.a1q_scale, self.expert_num_tokens))
+
+
+def handle_of(part: Any, prepared: PreparedTokens | None, kind: type[Handle]) -> Handle:
+    handle = None if prepared is None else prepared.handle
+    if not isinstance(handle, kind):
+        raise InvalidInput(
+            f"prepared must be what prepare of {type(part).__name__} gave for the same tokens, got "
+            f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
+        )
+    return handle
 
 
 class PrepareCall(NamedTuple):

@@ -111,7 +111,14 @@ class FusedMoEModularKernel(torch.nn.Module):
             if plan.limits:
                 _require_within(plan, hidden_states, on_input)
             if plan.adapts:
-                self._pass_adapters(experts)
+                context: Any = experts._lora_context  # pyright: ignore[reportAttributeAccessIssue]
+                if context is not None and self.chunk_size is not None:
+                    raise Unsupported(
+                        "chunk_size must be None with adapters: chunks have other tiles, got "
+                        f"{self.chunk_size}; leave it out"
+                    )
+                if part._lora_context is not context:
+                    part.set_lora_context(context)
         except (InvalidInput, Unsupported):
             part.tell_failure(hidden_states.device)
             raise
@@ -169,15 +176,6 @@ class FusedMoEModularKernel(torch.nn.Module):
         if written is not None:
             require_written(f"finalize of {type(part).__name__}", written, output)
         return output if self.shared_experts is None else (shared, output)
-
-    def _pass_adapters(self, experts: Any) -> None:
-        context = experts._lora_context
-        if context is not None and self.chunk_size is not None:
-            raise Unsupported(
-                f"chunk_size must be None with adapters: chunks have other tiles, got {self.chunk_size}; leave it out"
-            )
-        if self.prepare_finalize._lora_context is not context:
-            self.prepare_finalize.set_lora_context(context)
 
     def _check(
         self,

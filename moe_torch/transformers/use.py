@@ -88,7 +88,10 @@ def use(
     for path, module in packed.items():
         ours[path] = Mxfp4Experts(module)
         model.set_submodule(path, ours[path])
-        _restore_forward(model.get_submodule(path.rpartition(".")[0]))
+        # Before 5.23, transformers' forward of mxfp4 blocks routes by its own kernels.
+        block, forward = model.get_submodule(path.rpartition(".")[0]), getattr(mxfp4, "mlp_forward", None)
+        if forward is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
+            del block.forward
     register()
     set_implementation: Any = getattr(model, "set_experts_implementation", None)
     if set_implementation is not None:
@@ -105,13 +108,6 @@ def use(
         native(model)
     order = tuple(path for path in modules if path in ours)
     return Report(order, copied, options)
-
-
-def _restore_forward(block: torch.nn.Module) -> None:
-    """Before 5.23, transformers' forward of mxfp4 blocks routes by its own kernels."""
-    forward = getattr(mxfp4, "mlp_forward", None)
-    if forward is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
-        del block.forward
 
 
 def _why_outside(module: torch.nn.Module) -> str | None:

@@ -178,9 +178,12 @@ class Architecture:
     input_noise: float = 0.0
     lacks_shared: bool = False
 
-    def without_shared(self) -> Architecture:
-        """The layers as files without any shared expert hold them."""
-        return replace(self, shared_d_ff=0, spec=replace(self.spec, shared_activation=None), lacks_shared=True)
+    def require_layer(self, layer: int) -> None:
+        if layer not in self.moe_layers:
+            raise InvalidInput(
+                f"layer must be one with experts ({self.moe_layers_rule}), got {layer!r}; the model's are "
+                f"{list(self.moe_layers)}"
+            )
 
     @property
     def expert_width(self) -> int:

@@ -158,11 +158,7 @@ class _MoEPlanner:
                 raise InvalidInput("spec.router must be None when ids and weights are given; remove one of the two")
             require_spec("routing.ids", routing.ids, (self.tokens, "top_k"), dtypes.ID_DTYPES)
             require_spec("routing.weights", routing.weights, routing.ids.shape, dtypes.ROUTER_WEIGHT_DTYPES)
-            if spec.apply_router_weight_on_input and routing.ids.shape[1] != 1:
-                raise InvalidInput(
-                    f"top_k must be 1 with apply_router_weight_on_input, got {routing.ids.shape[1]}; weight the output "
-                    "instead"
-                )
+            spec.require_slots(routing.ids.shape[1])
             if routing.weights.dtype == "float32":
                 return "routing.ids", "routing.weights"
             return "routing.ids", builder.scratch("row_weight", ArraySpec(routing.weights.shape, "float32"))

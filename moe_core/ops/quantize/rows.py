@@ -75,7 +75,13 @@ def plan_quantize_rows(
                 "one fp32 scale per tensor"
             )
     if used_by is not None:
-        _require_users(used_by, x)
+        require_spec("used_by", used_by, ("entries",), "int32")
+        rows, entries = x.shape[0], used_by.shape[0]
+        if entries % max(rows, 1) or (rows > 0 and entries < rows):
+            raise InvalidInput(
+                f"used_by must have as many entries for every one of the {rows} rows of x, got {entries}; pass "
+                "row_of_slot of a layout for its tokens, slot_of_row for its rows"
+            )
     builder = PlanBuilder("quantize_rows", target)
     inputs = builder.inputs({"x": x, "static_scale": scales, "used_by": used_by, "maxima": maxima})
     values = builder.output("values", ArraySpec(shapes.values, format.own_element.dtype), Held(Role.ROWS, "values"))
@@ -96,16 +102,6 @@ def plan_quantize_rows(
 def chooses_one_scale(format: Format, static: bool) -> bool:
     """Return True if all rows share a scale that is found from them."""
     return format.group_rows is None and not static
-
-
-def _require_users(used_by: ArraySpec, x: ArraySpec) -> None:
-    require_spec("used_by", used_by, ("entries",), "int32")
-    rows, entries = x.shape[0], used_by.shape[0]
-    if entries % max(rows, 1) or (rows > 0 and entries < rows):
-        raise InvalidInput(
-            f"used_by must have as many entries for every one of the {rows} rows of x, got {entries}; pass row_of_slot "
-            "of a layout for its tokens, slot_of_row for its rows"
-        )
 
 
 def _users(builder: PlanBuilder) -> int:

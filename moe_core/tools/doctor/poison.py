@@ -41,8 +41,10 @@ def poisoned() -> Iterator[Poisoned]:
                 plan = prepared.plan
                 sizes = [buffer.spec.nbytes for buffer in plan.outputs]
                 for pointer, size in zip(pointers[len(plan.inputs) :], [*sizes, plan.scratch_bytes], strict=False):
-                    if size:
-                        _fill(prepared, pointer, size, stream)
+                    if size and not plan.target.on_gpu:
+                        ctypes.memset(pointer, POISON, size)
+                    elif size:
+                        driver().within(prepared.device_index, driver().fill, pointer, size, POISON, stream)
                 record.count(len(sizes), int(plan.scratch_bytes > 0))
             run(prepared, pointers, stream, steps)
 
@@ -55,10 +57,3 @@ def poisoned() -> Iterator[Poisoned]:
     finally:
         for kind, run in runs.items():
             kind.__call__ = run  # type: ignore[method-assign]
-
-
-def _fill(prepared: Prepared, pointer: int, size: int, stream: int) -> None:
-    if not prepared.plan.target.on_gpu:
-        ctypes.memset(pointer, POISON, size)
-        return
-    driver().within(prepared.device_index, driver().fill, pointer, size, POISON, stream)

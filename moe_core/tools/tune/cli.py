@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
@@ -87,8 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--dtype", action="append", choices=MATMUL_DTYPES, help="default: bfloat16")
     data.add_argument("--weight-layout", choices=WEIGHT_LAYOUTS, default=HUGGING_FACE.weight_layout)
     data.add_argument("--gate-layout", choices=GATE_LAYOUTS, default=HUGGING_FACE.gate_layout)
+    tokens = functools.partial(links.integers, "numbers of tokens of at least 1, as 1,64,4096")
     data.add_argument(
-        "--tokens", type=_numbers, default=_TOKENS, metavar="N,N,...", help="default: the powers of two up to 16384"
+        "--tokens", type=tokens, default=_TOKENS, metavar="N,N,...", help="default: the powers of two up to 16384"
     )
     run = parser.add_argument_group("run")
     run.add_argument("--output", type=pathlib.Path, metavar="PATH", help="the table, or with --links the record")
@@ -102,16 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU and times nothing")
     parser.add_argument("--version", action="version", version=f"%(prog)s {moe_core.__version__}")
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"must be numbers of tokens of at least 1, as 1,64,4096, got {text!r}")
-    return numbers
 
 
 def _products(options: argparse.Namespace) -> Sequence[Product]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import sys
@@ -26,19 +27,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--links", action="store_true", help="time messages between ranks, no products of layers")
     group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where there is a GPU")
     group.add_argument("--ranks", type=int, metavar="N", help="processes to start (the GPUs; with gloo 2)")
-    group.add_argument("--bytes", type=_sizes, metavar="N,N,...", help="that a rank sends (powers of 4 from 1 KiB on)")
+    sizes = functools.partial(integers, "bytes of at least 1, as 1024,1048576")
+    group.add_argument("--bytes", type=sizes, metavar="N,N,...", help="that a rank sends (powers of 4 from 1 KiB on)")
     group.add_argument("--link-seconds", type=float, default=_SECONDS, metavar="S", help=f"for all ({_SECONDS:g})")
     group.add_argument("--no-jax", action="store_true", help="leave out XLA's ragged all-to-all")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def integers(what: str, text: str) -> tuple[int, ...]:
+    """Read an option of comma-separated integers of at least 1. what: names them, with an example."""
     try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"must be bytes of at least 1, as 1024,1048576, got {text!r}")
-    return sizes
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return numbers
 
 
 def measure(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -178,7 +178,13 @@ def _apply(step: Step, tokens: Tokens, output: torch.Tensor | None, shapes: _Sha
         for workspace in memory:
             workspace.zero_()
     if plan.unread:
-        _require_read(step, tokens)
+        values = {"expert_map": step.options[2], "a1q_scale": tokens.scale, "expert_tokens_meta": tokens.meta}
+        for name in plan.unread:
+            if values[name] is not None:
+                raise InvalidInput(
+                    f"{name} must be None for {type(experts).__name__}, as its apply takes none, got "
+                    f"{type(values[name]).__name__}; add the parameter"
+                )
     if plan.adapts and experts._lora_context is not None:  # pyright: ignore[reportAttributeAccessIssue]
         result = _with_adapters(step, call, tokens)
     elif plan.standard and tokens.meta is None and "apply" not in experts.__dict__:
@@ -215,17 +221,6 @@ def _with_adapters(step: Step, call: tuple[Any, ...], tokens: Tokens) -> Any:
         context.original_hidden_states = None
         if moved is not None:
             context.local_token_lora_mapping = mapping
-
-
-def _require_read(step: Step, tokens: Tokens) -> None:
-    """Refuse a value that `apply` does not take."""
-    values = {"expert_map": step.options[2], "a1q_scale": tokens.scale, "expert_tokens_meta": tokens.meta}
-    for name in step.plan.unread:
-        if values[name] is not None:
-            raise InvalidInput(
-                f"{name} must be None for {type(step.experts).__name__}, as its apply takes none, got "
-                f"{type(values[name]).__name__}; add the parameter"
-            )
 
 
 def _chunk(step: Step, tokens: Tokens, part: slice) -> Tokens:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moe_core.base.checks import require_at_least, require_choice
 from moe_core.errors import InvalidInput
-from moe_core.modular.types import ZERO_EXPERT_TYPES
+from moe_core.modular.types import ZERO_EXPERT_TYPES, FinalizedNorm, ZeroExperts
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
@@ -16,14 +16,6 @@ from moe_torch.modular.generations.unfinalized import parts_of
 from moe_torch.modular.stages import as_ids, as_weights, weighted_rows
 
 _DEFAULT_NORM = NormSpec()
-
-
-class ZeroExperts(NamedTuple):
-    """output `[M, K]`, to be added to the experts' output, and the routing that is left for them, with -1 and 0."""
-
-    output: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
 
 
 def zero_experts(
@@ -55,13 +47,6 @@ def zero_experts(
     total = torch.where(chosen, weights, 0.0).sum(1, keepdim=True)
     passed = weighted_rows(hidden_states, total)
     return ZeroExperts(torch.where(chosen.any(1, keepdim=True), passed, 0), *left)
-
-
-class FinalizedNorm(NamedTuple):
-    """hidden `[M, K]`, the next residual, and its norm."""
-
-    hidden: torch.Tensor
-    normalized: torch.Tensor
 
 
 def finalize_and_norm(

@@ -14,7 +14,7 @@ from moe_core.modular.schemes import activation_quantization
 from moe_core.modular.types import FusedMoEActivationFormat
 from moe_core.parallel.messages import deep_ep_unit
 from moe_torch import ops
-from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, handle_of, taking
 from moe_torch.modular.parallel.exchange import Halves, InHalves, require_lone_rows
 from moe_torch.modular.prepare_finalize import weighted_input
 from moe_torch.modular.stages import as_ids, as_weights
@@ -123,15 +123,6 @@ class _OnBuffer(InHalves):
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Halves:
         raise NotImplementedError
 
-    def sent_of(self, prepared: PreparedTokens | None) -> _Sent:
-        sent = None if prepared is None else prepared.handle
-        if not isinstance(sent, _Sent):
-            raise InvalidInput(
-                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
-                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
-            )
-        return sent
-
 
 def _require_columns(x: torch.Tensor, what: str, fits: bool) -> None:
     if not fits:
@@ -203,7 +194,7 @@ class DeepEPHTPrepareAndFinalize(_OnBuffer):
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
         prepared, impl = call.prepared, call.weight_and_reduce_impl
-        sent = self.sent_of(prepared)
+        sent = handle_of(self, prepared, _Sent)
         assert prepared is not None and prepared.topk_weights is not None and prepared.topk_ids is not None
         if isinstance(impl, TopKWeightAndReduceDelegate):
             impl = TopKWeightAndReduceContiguous()
@@ -276,7 +267,7 @@ class DeepEPLLPrepareAndFinalize(_OnBuffer):
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Halves:
         """Return (hook, receiver) of DeepEP's combine into output `[M, K]`."""
-        sent = self.sent_of(call.prepared)
+        sent = handle_of(self, call.prepared, _Sent)
         if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(
                 f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, as DeepEP weights and adds, got "

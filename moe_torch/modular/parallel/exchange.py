@@ -18,7 +18,7 @@ from moe_core.parallel.plan import ExchangePlan
 from moe_core.parallel.spec import ExchangeSpec
 from moe_torch.bridge.options import require_instance
 from moe_torch.bridge.private import graph_break, uncompiled
-from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, finished, taking
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, finished, handle_of, taking
 from moe_torch.modular.newest.lora import ids_to_move
 from moe_torch.modular.prepare_finalize import FusedMoEPrepareAndFinalize, require_deferred, weighted_input
 from moe_torch.modular.stages import as_ids, as_weights, sum_by_token
@@ -206,12 +206,8 @@ class AcrossRanks(InHalves):
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
         """Return the receiver, which adds up the rows that come home into output `[M, K]`."""
         prepared, output, impl = call.prepared, call.output, call.weight_and_reduce_impl
-        sent = None if prepared is None else prepared.handle
-        if prepared is None or not isinstance(sent, _Sent):
-            raise InvalidInput(
-                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
-                f"{type(prepared).__name__}; pass it on, as FusedMoEModularKernel does"
-            )
+        sent = handle_of(self, prepared, _Sent)
+        assert prepared is not None, "it has a handle"
         if isinstance(impl, TopKWeightAndReduceDelegate):
             impl = TopKWeightAndReduceContiguous()
         weights, ids = prepared.topk_weights, prepared.topk_ids

@@ -12,7 +12,7 @@ from moe_core.modular.types import FusedMoEActivationFormat
 from moe_core.specs.operands import RaggedLayout
 from moe_core.specs.routing import LayoutSpec
 from moe_torch import ops
-from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, taking
+from moe_torch.modular.calls import FinalizeCall, PrepareCall, PreparedTokens, handle_of, taking
 from moe_torch.modular.parallel.exchange import AcrossRanks, Halves
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceDelegate
 
@@ -81,12 +81,7 @@ class PeerBatchedPrepareAndFinalize(PeerPrepareAndFinalize):
 
     @taking(FinalizeCall)
     def finalize_async(self, call: FinalizeCall) -> Callable[[], None]:
-        blocks = None if call.prepared is None else call.prepared.handle
-        if not isinstance(blocks, _Blocks):
-            raise InvalidInput(
-                f"prepared must be what prepare of {type(self).__name__} gave for the same tokens, got "
-                f"{type(call.prepared).__name__}; pass it on, as FusedMoEModularKernel does"
-            )
+        blocks = handle_of(self, call.prepared, _Blocks)
         if not isinstance(call.weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise InvalidInput(
                 f"weight_and_reduce_impl must be TopKWeightAndReduceDelegate, got {call.weight_and_reduce_impl}; "

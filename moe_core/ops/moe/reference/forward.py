@@ -96,11 +96,8 @@ def moe_stages(
     num_tokens, top_k = stages["ids"].shape
     weights_S = stages["weights"].reshape(-1)
     source_TD = x
+    spec.require_slots(top_k)
     if spec.apply_router_weight_on_input:
-        if top_k != 1:
-            raise InvalidInput(
-                f"top_k must be 1 with apply_router_weight_on_input, got {top_k}; weight the output instead"
-            )
         source_TD = scale_rows(x, stages["weights"])
 
     num_experts = experts.down.shape[0 if experts.layer_index is None else 1]
