@@ -36,6 +36,13 @@ def path_of(path: Any, name: str = "path") -> Path:
         raise InvalidInput(f"{name} must be a str or pathlib.Path, got {type(path).__name__}; pass one") from error
 
 
+def require_new(name: str, directory: Path) -> None:
+    """Raise InvalidInput unless the directory does not exist yet, or is empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        what = "has content" if directory.is_dir() else "is a file"
+        raise InvalidInput(f"{name} must be a new or empty directory, got {directory}, which {what}; name another")
+
+
 @contextlib.contextmanager
 def open_regular(path: str | os.PathLike[str], what: str = "file") -> Iterator[Any]:
     """Open a file for unbuffered reading. Raises InvalidInput for pipes, devices, directories and unreadable files."""

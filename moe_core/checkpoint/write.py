@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_core.base import require_at_least, require_choice
-from moe_core.base.files import file_writer, path_of, whole_file
+from moe_core.base.files import file_writer, path_of, require_new, whole_file
 from moe_core.checkpoint.config import settings_of
 from moe_core.checkpoint.families import Architecture, architecture_of, text_model
 from moe_core.checkpoint.layer import Checkpoint, open_checkpoint
@@ -231,10 +231,7 @@ class Shards:
 
     def __init__(self, name: str, path: str | os.PathLike[str], shard_bytes: int, progress: Any = None) -> None:
         directory = path_of(path, name)
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise InvalidInput(
-                f"{name} must be a new or empty directory, got {directory}, which has content; name another"
-            )
+        require_new(name, directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._save_file = file_writer(".safetensors files")
         self._directory, self._limit, self._progress = directory, shard_bytes, progress

@@ -103,6 +103,8 @@ def _compare(options: argparse.Namespace) -> int:
     write = command.report_writer(options.json)
     if options.html is not None:
         command.require_writable("--html", options.html)
+        if options.html == options.json:
+            raise InvalidInput(f"--html must be another file than --json, got {options.html} twice; name another")
     # stdout must hold JSON only.
     text_file = sys.stderr if options.json == "-" else sys.stdout
     reports: list[CaseReport] = []

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import moe_core
-from moe_core.base import command
+from moe_core.base import command, require_at_least
 from moe_core.checkpoint.convert import LOADERS, ConversionProgress, convert_checkpoint
 from moe_core.checkpoint.convert.verify import fits, verify_conversion
 from moe_core.errors import InvalidInput, Unsupported
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    require_at_least("--shard-mib", options.shard_mib, 1)
     write = command.report_writer(options.json, options.destination)
     try:
         report = convert_checkpoint(

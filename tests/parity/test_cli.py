@@ -212,6 +212,12 @@ def test_bad_options_could_not_run(
     assert json.loads(path.read_text())["error"].startswith(message)
 
 
+def test_two_reports_in_one_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "report")
+    assert cli.main(["--json", path, "--html", path]) == 2
+    assert f"--html must be another file than --json, got {path} twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--case", "mixtral", "--checkpoint", "x"], ["--nonesuch"]])
 def test_the_parser_refuses_with_2(arguments: Sequence[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -236,6 +236,7 @@ def test_a_dry_run_lists_candidates(capsys: pytest.CaptureFixture[str], monkeypa
         (["--d-model", "64", "--experts", "4"], "--d-ff, --top-k must be given"),
         (["--d-model", "64", "--d-ff", "8", "--experts", "4", "--top-k", "5"], "top_k must be at most num_experts"),
         (["--preset", "mixtral-8x7b", "--candidates", "0"], "--candidates must be at least 1"),
+        (["--preset", "mixtral-8x7b", "--seconds", "nan"], "--seconds must be at least 0, got nan"),
         (["--config", "nowhere.json"], "config must be a config.json"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_core.base.files import path_of, whole_file
+from moe_core.base.files import path_of, require_new, whole_file
 from moe_core.checkpoint.config import read_json
 from moe_core.checkpoint.storage import NUMPY_DTYPES
 from moe_core.errors import InvalidInput, Unsupported
@@ -114,10 +114,8 @@ class Stream:
 
     def _resume(self) -> None:
         journal = self._directory / JOURNAL
-        if not self._directory.is_dir() or not journal.is_file():
-            raise InvalidInput(
-                f"destination must be a new or empty directory, got {self._directory}, which has content; name another"
-            )
+        if not journal.is_file():
+            require_new("destination", self._directory)
         content = read_json(journal)
         if content.get("identity") != self._identity:
             raise InvalidInput(

@@ -107,9 +107,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _products(options: argparse.Namespace) -> Sequence[Product]:
-    for name, value in (("--candidates", options.candidates), ("--workers", options.workers)):
-        if value < 1:
-            raise InvalidInput(f"{name} must be at least 1, got {value}; pass a larger number")
+    given = (options.candidates, 1), (options.workers, 1), (options.seconds, 0)
+    for name, (value, least) in zip(("--candidates", "--workers", "--seconds"), given, strict=True):
+        if not value >= least:  # NaN too
+            raise InvalidInput(f"{name} must be at least {least}, got {value}; pass a larger number")
     storage = Storage(options.weight_layout, options.gate_layout, HUGGING_FACE.router_weight_layout)
     products = [
         product

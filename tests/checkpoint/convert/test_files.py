@@ -128,6 +128,8 @@ def test_directories_that_are_refused(tmp_path):
         InvalidInput, match=r"destination must be a new or empty directory, got .*plain, which has content"
     ):
         convert_checkpoint(path, path, MXFP8)
+    with pytest.raises(InvalidInput, match=r"got .*config.json, which is a file; name another"):
+        convert_checkpoint(path, path / "config.json", MXFP8)
 
 
 def test_experts_that_are_not_numbers(tmp_path):
@@ -161,6 +163,8 @@ def test_the_command(tmp_path, capsys):
     assert main([str(path), str(tmp_path / "other"), "--format", "int4_g23"]) == 2
     wanted = "--format must be a known name, got 'int4_g23'; the nearest are int4_g32, int4_g128, int8_g32"
     assert wanted in capsys.readouterr().err
+    assert main([str(path), str(tmp_path / "other"), "--format", "int4_g32", "--shard-mib", "0"]) == 2
+    assert "--shard-mib must be an integer of at least 1, got 0" in capsys.readouterr().err
 
 
 def test_the_command_is_declared():
