@@ -148,13 +148,21 @@ def test_what_is_not_recorded_calls_what_all_others_of_its_function_call() -> No
 
 
 @pytest.mark.parametrize(
-    ("status", "ran", "why"), [(5, [], "is no more"), (1, ["t"], "fails"), (0, ["t"], ""), (-11, [], "fails")]
+    ("by", "status", "ran", "why"),
+    [
+        *(("::t", 5, [], "is no more"), ("::t", 1, ["::t"], "fails"), ("::t", 0, ["::t"], "")),
+        *(("::t", -11, [], "fails"), ("", 2, [""], "fails"), ("", 5, [], "")),
+    ],
 )
-def test_only_a_test_that_passes_without_the_change_kills_it(
-    status: int, ran: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_what_passes_without_the_change_kills_it(
+    by: str, status: int, ran: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutation, test = Mutation("moe_core/errors.py", "<module>", "swap", 1, 0, 1, ""), "tests/mutate/test_run.py::"
-    events = [{"event": kind, "test": test + one} for one in ran for kind in ("ran", *["failed"] * (status == 1))]
+    """A test, or a file that cannot be collected."""
+    file = "tests/mutate/test_run.py"
+    mutation, test = Mutation("moe_core/errors.py", "<module>", "swap", 1, 0, 1, ""), file + by
+    kinds = ["ran"] * bool(by) + ["failed"] * (status in (1, 2))
+    events = [{"event": kind, "test": file + one} for one in ran for kind in kinds]
+    recorded = Contexts(seconds={file + "::t": 1.0}, setup={file: 1.0})
 
     def outcomes(slots: Any, scratch: Any, make: Any, until: float) -> Iterator[forks.Outcome]:
         monkeypatch.setattr(run, "make", lambda tree: None)
@@ -162,17 +170,17 @@ def test_only_a_test_that_passes_without_the_change_kills_it(
             yield forks.Outcome(job, status, events, "", 1.0)
 
     monkeypatch.setattr(forks, "run", outcomes)
-    run, again = (Run([("", mutation)], Contexts(seconds={test + "t": 1.0}), tmp_path / "r.json", 1.0) for _ in "12")
+    run, again = (Run([("", mutation)], recorded, tmp_path / "r.json", 1.0) for _ in "12")
     run.queue.clear()
-    run.keep("", mutation, "killed", test + "t", 1, 1.0)
+    run.keep("", mutation, "killed", test, 1, 1.0)
     said: list[str] = []
     run.run([tmp_path], tmp_path, said.append, math.inf)
     assert len(run.results) == (not why) and len(run.queue) == bool(why) and why in "".join(said)
     again.controls = json.loads(again.controls_at.read_text())
-    assert again.passes(test + "t") == (not why), "kept for the next run"
-    run.keep("", mutation, "killed", test + "t", 1, 1.0)
+    assert again.passes(test) == (not why), "kept for the next run"
+    run.keep("", mutation, "killed", test, 1, 1.0)
     run.save()
-    third = Run([("", mutation)], Contexts(seconds={test + "t": 1.0}), tmp_path / "r.json", 1.0)
+    third = Run([("", mutation)], recorded, tmp_path / "r.json", 1.0)
     assert len(third.queue) == bool(why) and len(third.results) == (not why)
 
 

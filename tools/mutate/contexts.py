@@ -68,7 +68,7 @@ def names_entry(test: str, entry: str) -> bool:
 @dataclass
 class Contexts:
     """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder;
-    alike: tests that other parameters of their function were recorded for; passed: recorded of today's text."""
+    alike: tests that other parameters of their function were recorded for; passed: tests and files of today's text."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     setup: dict[str, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def load(folder: pathlib.Path) -> Contexts:
     for name in test_files():
         if record := recorded(folder, name):
             contexts.add(record)
-            contexts.passed |= set(record["tests"]) if record["digest"] == digest(name) else set()
+            contexts.passed |= {name, *record["tests"]} if record["digest"] == digest(name) else set()
     return contexts
 
 

@@ -171,6 +171,10 @@ class Plugin:
             self.recorded[function] += 1
             self.write(event="ran", test=item.nodeid, seconds=seconds, functions=sorted(called))
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.write(event="failed", test=report.nodeid, text=str(report.longrepr)[-300:])
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
             self.write(event=report.outcome, test=report.nodeid, text=str(report.longrepr)[-300:])

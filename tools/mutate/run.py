@@ -165,16 +165,22 @@ class Run:
         self.controls_at.write_text(json.dumps(self.controls, indent=1))
 
     def passes(self, test: str) -> bool | None:
-        """Whether a test passes without a change; None where nobody knows."""
-        known = self.controls.get(test)
-        if known and known[0] == self.digest(test.split("::")[0]):
-            return known[1]
+        """Whether a test passes, or a file of tests is collected, without a change; None where nobody knows."""
+        file = test.split("::")[0]
+        for name in (file, test):
+            known = self.controls.get(name)
+            if known and known[0] == self.digest(file) and (name == test or not known[1]):
+                return known[1]
         return True if test in self.contexts.passed else None
 
     def prove(self, test: str) -> None:
         waiting = self.unproven.setdefault(test.split("::")[0], [])
-        if test in self.contexts.seconds and self.passes(test) is None and test not in waiting:
+        if self.recorded(test) and self.passes(test) is None and test not in waiting:
             waiting.append(test)
+
+    def recorded(self, by: str) -> bool:
+        """Whether what killed is a test, or a file of tests."""
+        return by in self.contexts.seconds or by in self.contexts.setup
 
     def related(self, mutation: Mutation) -> list[str]:
         return [test for test in self.contexts.related(mutation) if self.passes(test) is not False]
@@ -274,7 +280,7 @@ class Run:
         for tree, (_, mutation, _, _) in self.running.items():
             Tree.at(pathlib.Path(tree)).restore(pathlib.Path(mutation.path))
         for key, result in self.results.items():
-            if result.status == "killed" and result.by in self.contexts.seconds and self.passes(result.by) is None:
+            if result.status == "killed" and self.recorded(result.by) and self.passes(result.by) is None:
                 self.results[key] = replace(result, status="unsure")
         if len(self.results) < total:
             say(f"out of time: {total - len(self.results)} of {total} changes have no result")
@@ -284,6 +290,7 @@ class Run:
         """Note which of these tests pass without a change. What others killed is queued anew, for other tests."""
         file = outcome.job.files[0]
         ran, bad = ({str(event["test"]) for event in outcome.of(kind)} for kind in ("ran", "failed"))
+        ran |= {file} - bad
         crashed = outcome.status not in (*FAILED, *PASSED)
         left = [test for test in tests if test not in ran]
         for test in left[1:] if crashed else ():
