@@ -25,8 +25,7 @@ from moe_torch.parallel.routes import CollectiveRoutes, RoutesPlanner, SendTable
 _HEADER = len(Header._fields)
 #: Key of the numbers of a call: rows that came, an owner's rows, all ranks' tokens.
 _LAST = ("last",)
-#: Bytes that may be copied for nobody before the host knows how many rows leave: in less time than it takes to read
-#: that. Products of as many bytes, which a host would keep waiting, are prepared meanwhile.
+#: Bytes of rows that are copied before the host knows how many leave: in less time than it takes to read that.
 _AHEAD = 1 << 26
 
 
@@ -58,7 +57,7 @@ class Counted(RoutesPlanner):
     def start(self, values: torch.Tensor | None = None) -> Callable[[], CollectiveRoutes]:
         """Send the counts. The result waits for others' and returns the routes. Raises as `compare_headers`."""
         tables, ranks = self.first_tables(), self.ranks
-        told, ahead = ranks.start_all_to_all(tables.message, "header and counts"), []
+        told, rows = ranks.start_all_to_all(tables.message, "header and counts"), None
 
         def arrive() -> tuple[torch.Tensor, Callable[[], list[np.ndarray]]]:
             arrays = [tables.message, came := told()]
@@ -72,16 +71,10 @@ class Counted(RoutesPlanner):
 
         # A GPU copies before all that follows, a CPU waits behind it.
         arrived = arrive() if tables.message.is_cuda else None
-        if values is not None and self._unwanted * values[:1].nbytes <= _AHEAD:
-            ahead.append(self._leaving(values, tables))
-        return lambda: self.counted(tables, *(arrived or arrive()), values, ahead)
-
-    @property
-    def _unwanted(self) -> float:
-        """Rows for which there is room, less those that leave if each slot has any owner."""
-        owners, top_k = self.ranks.size, self.top_k
-        wanted = owners * (1 - (1 - 1 / owners) ** top_k)
-        return 0 if self.spec.by_slot else self.num_tokens * (min(top_k, owners) - wanted)
+        slots = tables.slot_of_row
+        if values is not None and slots is not None and len(slots) * values[:1].nbytes <= _AHEAD:
+            rows = self._leaving(values, tables)
+        return lambda: self.counted(tables, *(arrived or arrive()), values, rows)
 
     def _expect(self) -> None:
         """Prepare to receive and compute as many rows as in the last such call, while the host waits for the counts."""
@@ -103,11 +96,11 @@ class Counted(RoutesPlanner):
 
     def counted(
         self, tables: SendTables, on_device: torch.Tensor, counts: Callable[[], Sequence[np.ndarray]],
-        values: torch.Tensor | None, ahead: list[torch.Tensor],
+        values: torch.Tensor | None, ahead: torch.Tensor | None,
     ) -> CollectiveRoutes:  # fmt: skip
         """counts: waits for header and counts int32 `[W, ...]` for each owner, and from each rank. With a bound also
         `rows_that_fit` here, and of this rank at each owner. on_device: the second. ahead: rows that may leave."""
-        if ahead and ahead[0].nbytes <= _AHEAD:
+        if ahead is not None:
             self._expect()
         plan, ranks, by_slot, (own, came, *bounded) = self.plan, self.ranks, self.spec.by_slot, counts()
         spoilt, excess = None, 0
@@ -121,8 +114,7 @@ class Counted(RoutesPlanner):
             require_room(plan, excess := int(bounded[1][:, 1].sum()))
         if excess:
             arrive, leave = (one[:, 0].tolist() for one in bounded)
-            back, here, limits = leave, arrive, np.zeros((2, ranks.size), np.int32)
-            ahead.clear()
+            back, here, limits, ahead = leave, arrive, np.zeros((2, ranks.size), np.int32), None
             limits[0] = leave
             tables = self.tables(torch.tensor(limits, device=self.header.device))
             if not by_slot:
@@ -144,9 +136,8 @@ class Counted(RoutesPlanner):
         assert tables.table is not None
         if values is not None:
             # First: everything below takes the host longer than few rows travel.
-            rows = ahead.pop() if ahead else self._leaving(values, tables, self._room(leave))
-            leaving = ranks.start_all_to_all(rows, "rows", out)
-            del rows
+            rows_out = self._leaving(values, tables, self._room(leave)) if ahead is None else ahead
+            leaving = ranks.start_all_to_all(rows_out, "rows", out)
         if self.stores:
             row = on_device.new_empty((0, plan.d_model), dtype=TORCH_DTYPES[plan.dtype])
             results = StoredResults(self.rank, here, back, returned, row)
