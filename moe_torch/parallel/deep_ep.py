@@ -120,7 +120,6 @@ class BufferRoutes:
     invalid_ids: torch.Tensor
 
     stores: ClassVar[bool] = False
-    kept: ClassVar[tuple[torch.Tensor, ...]] = ()
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         rows = values if self.slots is None else take_slots(values, self.slots, self.call.plan.top_k)

@@ -57,7 +57,7 @@ class Combine(torch.autograd.Function):
         total = routes.start_total(rows.contiguous(), "results") if total is None else total
         y = total(shared=shared, shared_gate=gate, out_dtype=out_dtype)
         # overflow may be a message. It follows the results, as without gradients.
-        ctx.save_for_backward(routes.overflow, *routes.kept)
+        ctx.save_for_backward(routes.overflow)
         return y
 
     @staticmethod
@@ -66,9 +66,7 @@ class Combine(torch.autograd.Function):
         rows = shared = None
         # Activation checkpointing runs the forward again here, before anything is sent: the forward's rows go where the
         # gradient's would arrive.
-        _, *kept = ctx.saved_tensors
-        if kept:
-            ctx.routes.begin_gradients(*kept)
+        _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()
             ctx.routes.call.begin_backward(values.device)

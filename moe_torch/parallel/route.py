@@ -117,10 +117,6 @@ class Routes(Protocol):
     def overflow(self) -> torch.Tensor: ...
     @property
     def call(self) -> ExchangeCall: ...
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What `begin_gradients`, called before a backward's first message, needs, if anything."""
-        ...
 
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         """Send rows of tokens, `[T, D]`. The result waits and returns arrived rows, `[R, D]`."""

@@ -47,8 +47,7 @@ class Blocks(RoutesPlanner):
         came = (ranks.all_gather if spec.mode == "all_gather" else ranks.all_to_all)(tables.message, _MESSAGE)
         lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
         back, group, ways = ranks.size * spec.back_rows, ranks.size * self.num_tokens, (Way(), Way())
-        rows = ranks.size * spec.block_rows if spec.by_slot else back
-        *owner, spoilt = self.received(came, rows, header=self.header, lost=lost)
+        *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)
         return self.routes(
             tables, ways, owner, back, spoilt=spoilt, group_tokens=group,
             excess=functools.partial(_overflow, ranks, tables.counted),
@@ -63,7 +62,7 @@ class Blocks(RoutesPlanner):
         if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW or joined.remembered(self.call):
             return
         keys: tuple[Any, ...] = (
-            ("send", True, True), ("leaving", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, False),
+            ("send", True, True), ("leaving", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
             ("arrived", (rows, width), back), ("owner", back, routes.group_tokens),
             ("total", (back, width), routes.at_home.spec, dtype, True, True),
         )  # fmt: skip

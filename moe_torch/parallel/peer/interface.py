@@ -53,10 +53,6 @@ class Stored:
     stores: ClassVar[bool] = True
     call: ExchangeCall
     memory: Any
-    kept: ClassVar[tuple[torch.Tensor, ...]] = ()
-
-    def gradients_at(self, results_at: torch.Tensor) -> torch.Tensor:
-        return results_at
 
     @property
     def ranks(self) -> Ranks:

@@ -54,7 +54,6 @@ def test_drawn_routings(target: Target, seed: int, way: tuple[str, str], load: s
     placement = placement_of(("linear", "round_robin", "balanced", "replicas")[seed % 4], experts, ranks, seed % 99)
     receive = int(random.integers(0, 3 * tokens + 1)) if way[0] == "padded" and seed % 3 else None
     spec = table_spec(way, placement, tokens, top_k, receive)
-    spec = dataclasses.replace(spec, own_first=way == ("all_to_all", "tokens") and seed % 3 > 0)
     sends = draw_sends(seed, placement, spec, tokens, top_k, load, masked=masked)
     if way[0] == "all_to_all" and seed % 2:
         limits = random.integers(0, tokens + 2, (2, ranks)).astype(np.int32)
@@ -143,8 +142,6 @@ def test_wrong_arguments() -> None:
         dataclasses.replace(spec, block=3)
     with pytest.raises(InvalidInput, match="rows must be 'tokens' with mode='all_gather'"):
         TableSpec("all_gather", "slots", 2, 2, 4, 3, 3)
-    with pytest.raises(InvalidInput, match="own_first must be False"):
-        TableSpec("all_to_all", "slots", 2, 2, 4, own_first=True)
     blocks = TableSpec("padded", "tokens", 2, 2, 4, 3, 3)
     with pytest.raises(Unsupported, match="limits are for mode 'all_to_all'"):
         plan_send_tables(**arrays, limits=ArraySpec((2, 2), "int32"), spec=blocks, rank=0, target=H200)

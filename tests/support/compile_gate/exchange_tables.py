@@ -41,6 +41,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 num_rows = ranks * (tokens if spec.by_slot else spec.back_rows)
             lost = ArraySpec((tokens,), "bool") if number % 2 and not counted else None
             counts = ArraySpec((ranks, 10), "int32") if counted else None
-            results = ArraySpec((1, 96), "bfloat16") if counted and number % 2 else None
-            received = ReceiveOperands(came, None if counted else header, lost, counts, results)
+            x = ArraySpec((tokens, 96), "bfloat16", (128, 1)) if counted and number % 2 else None
+            received = ReceiveOperands(came, None if counted else header, lost, counts, x)
             yield plan_receive_tables(received, spec, 1, top_k, num_rows, tokens, target)

@@ -54,7 +54,6 @@ class Routes:
     def __init__(self, rank: Rank, memory: int) -> None:
         self.rank, self.memory = rank, memory
         self.overflow = Scratch("places", rank.now)
-        self.kept = ()
         if rank.counted:
             rank.now.step("counts", (), rank.at_peers("counts", memory))
             rank.barrier(memory)
