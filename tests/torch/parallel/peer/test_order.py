@@ -224,10 +224,10 @@ class Trained:
         self.ids, self.weights, self.overflow = None, torch.zeros(1, 1), torch.zeros(1)
         self.call = mock.Mock()
         self.places = Scratch("places", rank.now)
-        self.kept: Scratch | None = None
+        self.arrived_rows: Scratch | None = None
 
     def start_push(self, values: Any, what: str) -> Any:
-        rank, first = self.rank, self.kept is None
+        rank, first = self.rank, self.arrived_rows is None
         rank.barrier(0)
         reads = [("x" if first else "d_y", rank.number), *([] if first else [self.places.key])]
         rank.now.step(what, reads, rank.at_peers("rows", 0) + ([self.places.key] if first else []))
@@ -235,8 +235,8 @@ class Trained:
         def arrived() -> Any:
             rank.barrier(0)
             if first:
-                self.kept = Scratch("kept rows", rank.now)
-                rank.now.step("kept rows", rank.at("rows", 0), [self.kept.key])
+                self.arrived_rows = Scratch("kept rows", rank.now)
+                rank.now.step("kept rows", rank.at("rows", 0), [self.arrived_rows.key])
             return torch.zeros(TOKENS, 16)
 
         return arrived
