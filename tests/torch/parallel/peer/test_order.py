@@ -286,7 +286,7 @@ def trained(rank: Rank) -> list[str]:
     x = torch.zeros(TOKENS, 16)
 
     def experts(rows: Any, *_: Any) -> SimpleNamespace:
-        kept = routes[-1].kept
+        kept = routes[-1].arrived_rows
         assert kept is not None
         ways = (
             ([kept.key], rank.at_peers("returned", 0)),
