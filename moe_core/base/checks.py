@@ -86,6 +86,8 @@ def require_kind(name: str, value: object, kind: type, optional: bool = False) -
 
 def finite_float(name: str, value: object) -> float:
     number: Any = value
+    if getattr(value, "requires_grad", False):  # its gradient would be lost
+        raise InvalidInput(f"{name} must be a constant, got {shown(value)} that is trained; pass a number")
     # List refused kinds rather than accepted ones: a compiler's symbolic number has no Python type.
     try:
         is_finite = not isinstance(value, _NO_NUMBERS) and -math.inf < number < math.inf
