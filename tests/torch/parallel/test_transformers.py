@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ import transformers
 from moe_core.errors import InvalidInput, Unsupported
 from moe_torch.bridge.private import SUBCLASSES_OF_DTENSOR
 from moe_torch.transformers import register
+from moe_torch.transformers.experts import OPTIONS, ExpertsOptions
 from moe_torch.transformers.parallel import DistributedConfig, MoebiusEP, expert_parallel
 from tests.support.parallel.pool import Pool
 from tests.support.torch import running_on
@@ -118,6 +120,9 @@ def test_what_cannot_run_is_refused_by_name(models: str) -> None:
     experts.act_fn = torch.nn.Tanh()
     with pytest.raises(Unsupported, match="activates by Tanh"):
         MoebiusEP(experts, mesh, mesh)
+    given: Any = types.SimpleNamespace(experts=types.SimpleNamespace(**{OPTIONS: ExpertsOptions(main_grad=True)}))
+    with pytest.raises(Unsupported, match="main_grad cannot be had across ranks"):
+        MoebiusEP.__call__(given, *[torch.zeros(1, 1)] * 3)
     made = expert_parallel(config, 2)
     assert (made.tp_size, made.ep_size) == (2, 2)
     config.base_model_ep_plan = None
