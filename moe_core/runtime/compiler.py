@@ -41,6 +41,13 @@ def load_kernel(name: str) -> Any:
         ) from error
 
 
+def require_parameters(name: str, function: Any, given: list[str]) -> None:
+    """Refuse a launch whose arguments are not the kernel's parameters in their order, on every engine of kernels."""
+    expected = list(function.arg_names)
+    if given != expected:
+        raise RuntimeError(f"{name} takes {expected}, the plan gives {given}; give them in this order")
+
+
 def launch_signature(plan: LaunchPlan, launch: KernelLaunch) -> tuple[tuple[str, str], ...]:
     """(parameter, Triton type): `("x", "*bf16")`, `("num_rows", "i32")`, `("D", "constexpr")`."""
     signature = []
@@ -109,9 +116,7 @@ def _compile(
             "kernels were imported under TRITON_INTERPRET=1 and cannot be compiled in this process; "
             "unset it and start a new process to use the GPU"
         )
-    expected = list(function.arg_names)
-    if [name for name, _ in signature] != expected:
-        raise RuntimeError(f"{kernel.name} takes {expected}, the plan gives {signature}")
+    require_parameters(kernel.name, function, [name for name, _ in signature])
     attributes = {(index,): _POINTER_ATTRIBUTES for index, (_, kind) in enumerate(signature) if kind.startswith("*")}
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource

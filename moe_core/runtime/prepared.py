@@ -15,7 +15,7 @@ from moe_core.base.memory import LEAST_BYTES, prefer_huge_pages
 from moe_core.base.threads import one_blas_thread
 from moe_core.errors import InvalidInput
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan, Pointer, ReferenceCall
-from moe_core.runtime.compiler import load_kernel
+from moe_core.runtime.compiler import load_kernel, require_parameters
 
 
 class Prepared:
@@ -78,6 +78,7 @@ class HostPrepared(Prepared):
 
         interpreter.install()
         kernel = load_kernel(step.kernel.name)
+        require_parameters(step.kernel.name, kernel, [name for name, _ in step.arguments])
         buffers = [(name, value.buffer) for name, value in step.arguments if isinstance(value, Pointer)]
         pointers = [(name, self._index[buffer], self.plan.spec(buffer).dtype) for name, buffer in buffers]
         fixed = {name: value.value if isinstance(value, Constant) else value for name, value in step.arguments}

@@ -310,6 +310,17 @@ def test_outputs_are_written_though_no_token_is_there(target: Target, allocate: 
     assert buffers["invalid_ids"].read().tolist() == [0]
 
 
+@pytest.mark.skipif(engine_target().kind == "reference", reason="needs the kernels")
+def test_arguments_in_another_order_than_the_kernels_parameters_are_refused() -> None:
+    """On every engine of kernels: Python takes them by name, so that the interpreter alone would run it."""
+    plan = scale_plan(engine_target())
+    (launch,) = plan.steps
+    arguments = (launch.arguments[1], launch.arguments[0], *launch.arguments[2:])
+    swapped = dataclasses.replace(plan, steps=(dataclasses.replace(launch, arguments=arguments),))
+    with pytest.raises(RuntimeError, match=r"the plan gives .*; give them in this order"):
+        prepared_class(swapped.target)(swapped, 0)
+
+
 def test_targets_of_devices() -> None:
     assert target_of(("cpu", 0)).kind in ("interpreter", "reference")
     with pytest.raises(Unsupported, match="arrays must be on a CPU or a CUDA device, got 'tpu'; move them there"):
