@@ -167,10 +167,11 @@ class Exchange:
             known, digest = like.find(), 0
             steps = None if known is None else known.plain_steps
             if known is None:
-                self._check(x, experts, routing, spec, mask, shared)
+                self._check(operands, spec)
             adapters, lora, arrays = None, None, []
             if operands.lora is not None:
-                adapters = self._adapters(operands, known is not None)
+                where = placement, self.ranks.rank, experts.down.shape[experts.layer_index is not None]
+                adapters = RankAdapters.of(operands.lora, operands.adapter_ids, mask, self.parallel, where)
                 lora, arrays = adapters.lora, list(named_arrays(adapters.lora))
             if known is None:
                 digest = experts_digest(x, experts, shared, spec, array_spec, lora)
@@ -263,20 +264,8 @@ class Exchange:
         counts = results.tokens_per_expert, results.invalid_ids, received, results.overflow
         return ParallelOutput(results.output, ids, weights, logits, *counts)
 
-    def _adapters(self, operands: MoEOperands, known: bool) -> RankAdapters:
-        lora, ids, mask = cast(LoRAFactors, operands.lora), operands.adapter_ids, operands.token_mask
-        if not known:
-            require_instance("lora", lora, LoRAFactors)
-            for name, array in (*named_arrays(lora, "lora."), ("adapter_ids", ids)):
-                if array is not None:
-                    require_dense(name, array)
-                    require_same_device(name, array, "x", operands.x)
-            require_adapters(lora, ids, len(operands.x), self.placement, self.parallel.split.size)
-        stacked = operands.experts.layer_index is not None
-        where = self.placement, self.ranks.rank, operands.experts.down.shape[stacked]
-        return RankAdapters.of(lora, ids, mask, self.parallel, where)
-
-    def _check(self, x: Any, experts: Any, routing: Any, spec: Any, mask: Any, shared: Any) -> None:
+    def _check(self, operands: Any, spec: Any) -> None:
+        x, experts, routing, mask, _, shared, lora, ids = vars(operands).values()
         require_tokens(x, self.parallel)
         require_instance("experts", experts, ExpertWeights)
         require_instance("routing", routing, (RouterWeights, RouterLogits, TopK))
@@ -287,9 +276,12 @@ class Exchange:
             require_instance("shared", shared, SharedExpert)
         if mask is not None:
             require_spec("token_mask", array_spec("token_mask", mask), (len(x),), "bool", contiguous=False)
-        given = {"experts.": experts, "routing.": routing, "shared.": shared}
+        if lora is not None:
+            require_instance("lora", lora, LoRAFactors)
+        given = {"experts.": experts, "routing.": routing, "shared.": shared, "lora.": lora}
         arrays = [pair for prefix, one in given.items() if one is not None for pair in named_arrays(one, prefix)]
-        for name, array in [*arrays, *([("token_mask", mask)] if mask is not None else [])]:
+        arrays += [(name, one) for name, one in (("token_mask", mask), ("adapter_ids", ids)) if one is not None]
+        for name, array in arrays:
             if getattr(array, "device", None) != x.device:
                 require_dense(name, array)
                 require_same_device(name, array, "x", x)
@@ -303,6 +295,8 @@ class Exchange:
         if spec.apply_router_weight_on_input:
             raise Unsupported("apply_router_weight_on_input must be False across ranks, got True; weight x beforehand")
         require_row_scales(spec, experts)
+        if lora is not None:
+            require_adapters(lora, ids, len(x), self.placement, self.parallel.split.size)
 
     def _route(
         self, x: torch.Tensor, wide: Any, routing: Any, spec: MoESpec, mask: Any, known: bool, steps: Steps | None
