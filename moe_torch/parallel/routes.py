@@ -85,14 +85,14 @@ class CollectiveRoutes:
             start = self.ranks.start_all_gather(values, what)
         else:
             slots = self.send if self.out.sent is None else self.send[: rounded(sum(self.out.sent))]
-            values = take_slots(values, slots, self.plan.top_k, self.call.steps, "leaving")
+            values = take_slots(values, slots, self.plan.top_k, self.call.steps, f"leaving {what}")
             start = self.ranks.start_all_to_all(values, what, self.out)
-        return functools.partial(self.arrived, start)
+        return functools.partial(self.arrived, start, what)
 
-    def arrived(self, arriving: Arriving) -> torch.Tensor:
+    def arrived(self, arriving: Arriving, what: str = "rows") -> torch.Tensor:
         """Wait for rows that `start_push` or a planner sent; `[R, D]`."""
         came = arriving().flatten(0, 1) if self.send is None else arriving()
-        return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k, self.call.steps)
+        return came if self.slots is None else take_slots(came, self.slots, self.plan.top_k, self.call.steps, what)
 
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return self.start_push(ids[:, None].float(), "adapter ids")().view(-1).int()  # fp32, as rows are
@@ -129,12 +129,12 @@ class CollectiveRoutes:
 
 
 def take_slots(
-    rows: torch.Tensor, slots: torch.Tensor, each: int = 1, steps: Any = None, which: str = "arrived"
+    rows: torch.Tensor, slots: torch.Tensor, each: int = 1, steps: Any = None, what: str = "rows"
 ) -> torch.Tensor:
-    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. steps: of a like call. which:
-    of its rows, as those of x may have other strides than rows that arrive."""
+    """Row `slot // each` of rows for each of slots int32 `[S]`; zeros for slots below 0. steps: of a like call.
+    what: of its arrays, as x may have other strides than rows that arrive, and ids of adapters the shape of rows."""
     given = {"x": rows, "slot_of_row": slots, "table": None, "each": each}
-    return repeated(steps, (which, rows.shape, len(slots)), operators.TAKE_ROWS, **given)
+    return repeated(steps, (what, rows.shape, len(slots)), operators.TAKE_ROWS, **given)
 
 
 def tokens_of_ranks(call: ExchangeCall, device: torch.device) -> torch.Tensor | None:

@@ -62,9 +62,9 @@ class Blocks(RoutesPlanner):
         if operands.ids.device.type not in joined.DEVICES or rows * width > _FEW or joined.remembered(self.call):
             return
         keys: tuple[Any, ...] = (
-            ("send", True, True), ("leaving", (self.num_tokens, width), rows), ("receive", spec.num_ranks, back, True),
-            ("arrived", (rows, width), back), ("owner", back, routes.group_tokens),
-            ("total", (back, width), routes.at_home.spec, dtype, True, True),
+            ("send", True, True), ("leaving rows", (self.num_tokens, width), rows),
+            ("receive", spec.num_ranks, back, True), ("rows", (rows, width), back),
+            ("owner", back, routes.group_tokens), ("total", (back, width), routes.at_home.spec, dtype, True, True),
         )  # fmt: skip
         found = [one for one in map(steps.get, keys) if one is not None]
         if len(found) == len(keys):
