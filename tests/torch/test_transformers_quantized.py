@@ -31,7 +31,6 @@ from moe_torch.compat.triton_kernels.tensor_details import layout
 from moe_torch.transformers.activations import _of_fp8
 from moe_torch.transformers.fp8 import fp8_weights
 from moe_torch.transformers.mxfp4 import Mxfp4Experts
-from moe_torch.transformers.use import _restore_forward
 from tests.support.torch import running_on
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -238,7 +237,14 @@ def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.
             tmp_path, dtype=torch.float32, device_map=device
         ).eval()
         assert type(model.model.layers[0].mlp.experts).__name__ == "Mxfp4GptOssExperts"
+        # Releases before 5.23 put a forward of theirs in the place of a block's. Another stays.
+        theirs, other = (lambda block, x: None), (lambda block, x: type(block).forward(block, x))
+        monkeypatch.setattr(mxfp4, "mlp_forward", theirs, raising=False)
+        blocks: Any = [layer.mlp for layer in model.model.layers]
+        for block, forward in zip(blocks, (theirs, other), strict=True):
+            block.forward = types.MethodType(forward, block)
         report = moe_torch.transformers.use(model, batch_invariant=True)
+        assert ["forward" in vars(block) for block in blocks] == [False, True]
         assert report.modules == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
         experts = model.model.layers[1].mlp.experts
         assert isinstance(experts, Mxfp4Experts)
@@ -261,17 +267,6 @@ def test_mxfp4_gpt_oss(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.
         y = exact.get_input_embeddings()(tokens(device)).detach().requires_grad_()
         exact(inputs_embeds=y).logits.square().mean().backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-2, atol=1e-5)
-
-
-def test_forwards_of_mxfp4_blocks_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That which releases before 5.23 put in the place of a block's own; another stays."""
-    theirs, other = (lambda self, x: x), (lambda self, x: x)
-    monkeypatch.setattr(mxfp4, "mlp_forward", theirs, raising=False)
-    for forward in (theirs, other):
-        block: Any = torch.nn.Identity()
-        block.forward = types.MethodType(forward, block)
-        _restore_forward(block)
-        assert ("forward" in vars(block)) == (forward is other)
 
 
 @pytest.mark.parametrize(
