@@ -143,6 +143,7 @@ def test_configurations(activation: Activation | None) -> None:
         assert config.block_m == height and config.num_stages >= 3
         assert config.block_k == (256 if height <= 32 else 128)
         assert why_illegal_mixed_input(config, weight, spec, SM_90) is None
+        assert why_illegal_mixed_input(dataclasses.replace(config, group_m=1), weight, spec, SM_90) is None
         for change, reason in (
             ({"block_m": 48}, "block_m must be one of 16, 32, 64, 128"),
             ({"block_n": 8}, "block_n must be"),
