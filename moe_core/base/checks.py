@@ -86,15 +86,17 @@ def require_kind(name: str, value: object, kind: type, optional: bool = False) -
 
 def finite_float(name: str, value: object) -> float:
     number: Any = value
-    if getattr(value, "requires_grad", False):  # its gradient would be lost
-        raise InvalidInput(f"{name} must be a constant, got {shown(value)} that is trained; pass a number")
     # List refused kinds rather than accepted ones: a compiler's symbolic number has no Python type.
     try:
         is_finite = not isinstance(value, _NO_NUMBERS) and -math.inf < number < math.inf
+        number = float(number) + 0.0 if is_finite else number
+        is_trained = getattr(value, "requires_grad", False)  # its gradient would be lost
     except (TypeError, ValueError, RuntimeError):  # complex numbers, and arrays of several libraries
-        is_finite = False
+        is_finite, is_trained = False, hasattr(value, "aval")
+    if is_trained:
+        raise InvalidInput(f"{name} must be a number, because options have no gradient, got {shown(value)}; pass one")
     if not is_finite:
         raise InvalidInput(f"{name} must be finite, got {shown(value)}; pass a finite number")
     if not -_LARGEST <= number <= _LARGEST:
         raise InvalidInput(f"{name} must be finite in float32, got {shown(value)}; pass a number up to {_LARGEST:.4g}")
-    return float(number) + 0.0
+    return number

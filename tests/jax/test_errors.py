@@ -179,3 +179,9 @@ def test_an_unknown_engine() -> None:
     message = "cpu_engine kind must be 'interpreter' or 'reference', got 'fast'; name one"
     with pytest.raises(InvalidInput, match=message), moe_jax.cpu_engine("fast"):
         raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jit])
+def test_trained_numbers(transform: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"scale must be a number, because options have no gradient, got an array"):
+        transform(lambda scale: RouterSpec(K, scale=scale).scale)(2.0)

@@ -232,5 +232,7 @@ def test_foreign_arrays_are_named() -> None:
 @pytest.mark.parametrize("build", [lambda one: moe_torch.RouterSpec(scale=one), lambda one: moe_torch.NormSpec(one)])
 def test_trained_numbers(build: Any) -> None:
     """An option is a constant of a plan, and a parameter in its place would lose its gradient."""
-    with pytest.raises(InvalidInput, match=r"must be a constant, got an array \(Parameter\) that is trained"):
+    with pytest.raises(
+        InvalidInput, match=r"must be a number, because options have no gradient, got an array \(Parameter\)"
+    ):
         build(torch.nn.Parameter(torch.tensor(1.0)))
