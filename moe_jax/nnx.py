@@ -352,7 +352,6 @@ def _sharding_of(value: Any) -> Any:
 
 
 def _rules_of_parameters() -> Any:
-    """The logical rules that new parameters follow."""
     mesh = jax.sharding.get_abstract_mesh()
     return get_logical_axis_rules() if nnx.using_eager_sharding() and not mesh.empty else ()
 

@@ -96,7 +96,6 @@ def _uninterleaved(alpha: float, beta: float, limit: float | None) -> Activation
 
 
 def _refuse(quant_config: FusedMoEQuantConfig, what: str, **allowed: float | None) -> None:
-    """Raise InvalidInput for constants other than those allowed."""
     for name, value in zip(CONSTANTS, quant_config.constants, strict=True):
         wanted = allowed.get(name)
         if value not in (None, wanted):

@@ -88,7 +88,6 @@ class TritonOrDeepGemmExperts(StandardExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """True for the schemes of its flags."""
         return has_scheme(weight_key, activation_key, FLAGGED_SCHEMES)
 
     @property

@@ -156,7 +156,6 @@ class LayerSource:
         return QuantizedTensor(QuantizedSpec(self._packings[name].format), *arrays)
 
     def _apart(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """gate_up split into gate and up."""
         result = dict(stored)
         if "gate_up" not in result:
             return result

@@ -136,7 +136,6 @@ def _bias(target: Target, layer: LayerSource, field: str, part: Part, counted: _
 
 
 def _joined(arrays: list[Any], gate_layout: str | None) -> Any:
-    """gate and up in one array of twice as many rows."""
     if len(arrays) == 1:
         return arrays[0]
     if gate_layout != "interleaved":

@@ -9,7 +9,6 @@ from moe_core.specs import NormSpec
 
 
 def _factors(x: np.ndarray, spec: NormSpec) -> np.ndarray:
-    """(mean(x ** 2) + epsilon) ** -0.5 of rows, `[R, 1]`."""
     kind = x.dtype.type
     return kind(1) / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + kind(spec.epsilon))
 

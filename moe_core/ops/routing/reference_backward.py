@@ -29,7 +29,6 @@ def log_score_derivative(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 
 def _centred(shares: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """shares * (gradient - <gradient, shares>)."""
     return shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True))
 
 

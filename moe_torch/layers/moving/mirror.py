@@ -147,7 +147,6 @@ class Mirror:
 
 
 def _to_next(ranks: Ranks, placement: Placement) -> Way:
-    """A rank's experts go to the next rank."""
     sent, received = [0] * ranks.size, [0] * ranks.size
     before = (ranks.rank - 1) % ranks.size
     sent[(ranks.rank + 1) % ranks.size] = len(held_experts(placement, ranks.rank))
