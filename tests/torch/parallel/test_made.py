@@ -92,7 +92,8 @@ def make_otherwise(group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"mode": exchange.parallel.exchange.mode, "dtype": str(layer.experts.down.dtype)}
     on_meta = MoE(D, F, E, K, expert_parallel=mesh, device="meta")
     found["meta"] = all(parameter.is_meta for parameter in on_meta.parameters())
-    two = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "ep"))
+    # All ranks of the pool make its groups: names of groups are counted, and must be the same on all.
+    two = DeviceMesh("cpu", torch.arange(4).view(1, 4), mesh_dim_names=("dp", "ep"))
     main_grad = dataclasses.replace(SPECS["plain"], main_grad=True)
     errors = []
     for spec, options in (
@@ -110,7 +111,7 @@ def make_otherwise(group: Any) -> dict[str, Any]:
 
 
 def test_what_it_takes_and_refuses(ranks: Pool) -> None:
-    found = ranks.call(make_otherwise, [()] * 2)[0]
+    found = ranks.call(make_otherwise, [()] * 4)[0]
     assert (found["mode"], found["dtype"], found["meta"]) == ("all_gather", "torch.bfloat16", True)
     wanted = (
         ("InvalidInput", "expert_parallel must be a DeviceMesh of one axis or an ExpertParallel, got int"),
