@@ -76,6 +76,12 @@ def test_what_an_activation_is_not_told() -> None:
         assert dataclasses.replace(one, gate_layout="separate").limit == one.limit
 
 
+def test_gates_of_shared_experts_lie_as_others() -> None:
+    spec = MoESpec(Activation("silu"), shared_activation=Activation("gelu")).with_gate_layout("interleaved")
+    assert spec.shared_activation is not None
+    assert (spec.activation.gate_layout, spec.shared_activation.gate_layout) == ("interleaved", "interleaved")
+
+
 def test_what_a_tile_is_not_told() -> None:
     assert TileConfig(16, 32, 64) == TileConfig(16, 32, 64, num_warps=4, num_stages=3, group_m=8, family="portable")
 
