@@ -213,7 +213,7 @@ def _quantized_architecture(
     `out_in`. gate_layout is `separate` if a group of the format would hold rows of gate and up."""
     spec = dataclasses.replace(architecture.spec, weight_layout="out_in")
     gate_ups = {name: stack for name, stack in stacks.items() if name.endswith(".gate_up")}
-    divided = {name: stack for name, stack in gate_ups.items() if _is_divided(stack)}
+    divided = {n: one for n, one in gate_ups.items() if any(isinstance(at, slice) for at in one.parts[0].place)}
 
     def splits(name: str) -> bool:
         return kept[name].format.splits_rows(stacks[name].parts[0].shape[-2])
@@ -229,10 +229,6 @@ def _quantized_architecture(
         f"the experts' width must be a multiple of {kept['experts.gate_up'].format.group_rows} beside shared experts "
         f"whose gate and up are one tensor, got {architecture.d_ff}; dequantise the checkpoint to bfloat16 first"
     )
-
-
-def _is_divided(stack: Stack) -> bool:
-    return any(isinstance(index, slice) for index in stack.parts[0].place)
 
 
 def _apart(name: str, stack: Stack) -> dict[str, Stack]:

@@ -79,7 +79,7 @@ class StagePlans:
         def multiply(rows: ArraySpec, weight: ArraySpec, number: int) -> ArraySpec:
             a, b = (getattr(lora, f"{side}{number}_shared", None) for side in "ab")
             product = _dense(spec) if a is None else dataclasses.replace(_dense(spec), out_dtype="float32")
-            y = self.product(MatmulOperands(rows, _one_layer(weight)), None, product)
+            y = self.product(MatmulOperands(rows, ArraySpec(weight.shape[-2:], weight.dtype)), None, product)
             if a is not None and b is not None:
                 self.change(rows, a, dataclasses.replace(b, shape=(*b.shape[:3], y.shape[1]), strides=None), spec)
             return dataclasses.replace(y, dtype=rows.dtype)
@@ -117,7 +117,3 @@ class StagePlans:
 
 def _dense(spec: MoESpec) -> MatmulSpec:
     return MatmulSpec(spec.weight_layout, allow_tf32=spec.allow_tf32, tuning=spec.matmul_tuning())
-
-
-def _one_layer(weight: ArraySpec) -> ArraySpec:
-    return ArraySpec(weight.shape[-2:], weight.dtype)

@@ -282,12 +282,10 @@ def _finished(rows: jax.Array, around: Mapping[str, LayerPart], spec: MoELayerSp
         rows = ops.rms_norm(rows, part.norm, output.norm)
     if output.scale != 1:
         rows = ops.ARRAYS.like(at_least_float32(rows) * output.scale, rows)
-    return rows if part.bias is None else _added(rows, part.bias)
-
-
-def _added(rows: jax.Array, bias: Any) -> jax.Array:
-    """Add bias `[D]` to rows `[T, D]` in fp32, with one cast. Its gradient has the router's order of sums."""
-    return ops.ARRAYS.like(at_least_float32(rows) + _rows_of(bias, len(rows)), rows)
+    if part.bias is None:
+        return rows
+    # In fp32, with one cast. The gradient of the bias has the router's order of sums.
+    return ops.ARRAYS.like(at_least_float32(rows) + _rows_of(part.bias, len(rows)), rows)
 
 
 def at_least_float32(array: Any) -> jax.Array:

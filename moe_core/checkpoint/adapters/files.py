@@ -180,7 +180,9 @@ def _anew(adapter: Adapter, packing: str) -> tuple[dict[str, ExpertAdapter], dic
     settings: dict[str, Any] = {name: adapter.settings.get(name) for name in kept}
     name = adapter.names.get("router", "gate")
     routers = [f"{path.rpartition('.')[0]}.{name}" for path, layer in layers.items() if layer.router is not None]
-    settings |= {"peft_type": "LORA", "r": rank, "lora_alpha": _number(scales.pop() * rank), "inference_mode": True}
+    alpha = scales.pop() * rank
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    settings |= {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "inference_mode": True}
     if form.kind == "parameters":
         targets = [f"{path}.{adapter.names[name]}" for path, layer in layers.items() for name in layer.pairs()]
         targets += [f"{router}.weight" for router in routers]
@@ -195,10 +197,6 @@ def _version(packing: str) -> str:
     """A PEFT with the roles of a packing."""
     same = [first for name, first in VERSIONS if PACKINGS[name].swapped == PACKINGS[packing].swapped]
     return ".".join(map(str, max(same[0], (0, 18, 0))))
-
-
-def _number(alpha: float) -> float | int:
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _of_rank(pair: Any, rank: int, halved: bool) -> Any:
