@@ -130,10 +130,11 @@ class Operator(Generic[_Parameters, _Result]):
             return self._gradient(*arguments)
         try:
             return self.overload(*arguments)
-        except (AttributeError, RuntimeError):
-            # The dispatcher's error about a foreign array names neither our argument nor the fix.
+        except (AttributeError, RuntimeError) as error:
+            # The dispatcher's error about a foreign array names neither our argument nor the fix. An allocator's error
+            # has a note, and is no matter of the arrays.
             for name, tensor in zip(self.names, arguments, strict=False):
-                if tensor is not None:
+                if tensor is not None and not hasattr(error, "__notes__"):
                     array_spec(name, tensor)
                     require_plain(name, tensor)
             raise

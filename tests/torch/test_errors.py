@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_torch
 from moe_core.base.arrays import ArraySpec
 from moe_torch import InvalidInput, MatmulOperands, MatmulSpec, RouterSpec
+from moe_torch.bridge import private
 from tests.support.bad_arguments import sample
 from tests.support.bad_arguments.case import Case, case_id
 from tests.support.torch import D_FF, D_MODEL, NUM_EXPERTS, REAL_KERNELS, running_on, torch_layer
@@ -236,3 +238,12 @@ def test_trained_numbers(build: Any) -> None:
         InvalidInput, match=r"must be a number, because options have no gradient, got an array \(Parameter\)"
     ):
         build(torch.nn.Parameter(torch.tensor(1.0)))
+
+
+def test_memory_that_runs_out_beside_a_subclass_is_torchs_error() -> None:
+    """Programs catch it to take smaller batches."""
+    weight = torch.zeros(D_MODEL, 4).as_subclass(type("Foreign", (torch.nn.Parameter,), {}))
+    error = torch.cuda.OutOfMemoryError("no memory")
+    full = mock.patch.object(private, "allocator", return_value=mock.Mock(side_effect=error))
+    with full, pytest.raises(torch.cuda.OutOfMemoryError, match="no memory"):
+        moe_torch.router(torch.zeros(2, D_MODEL), weight)
