@@ -25,6 +25,7 @@ from moe_core.parallel import (
 )
 from moe_core.parallel.exchange import physical_ids
 from moe_core.parallel.machine import H200
+from moe_core.parallel.messages import DeepEPMessages
 from moe_core.parallel.tensor import TensorSplit
 from tests.support.parallel.placements import placements
 from tests.support.parallel.twin.routes import make_routes
@@ -73,6 +74,12 @@ def test_too_many_rows_of_all_ranks_are_refused() -> None:
     assert plan.of_group(2**29 - 1).expected_rows == 2**31 - 4
     with pytest.raises(InvalidInput, match="tokens must be at least this rank's 16, got 15"):
         plan.of_group(15)
+
+
+def test_rows_of_deep_ep_beyond_a_node() -> None:
+    for ranks, unit in ((8, 32), (9, 512)):
+        _, routing, *_ = DeepEPMessages(10, 20, 2, ranks, "bfloat16", 1024).forward(6)
+        assert routing.bytes == 10 * (unit + 12 * 2)
 
 
 def test_messages_of_each_mode_in_order() -> None:
