@@ -140,6 +140,9 @@ def test_a_decoder_layer_with_router_and_experts_of_its_own() -> None:
     layer = MoE.from_block(decoder)
     assert layer.copied == () and layer.router.weight is decoder.router.proj.weight
     assert layer.router.norm is decoder.router.scale and layer.router.expert_scale is decoder.router.per_expert_scale
+    decoder.experts.act_fn = torch.nn.ReLU()
+    with pytest.raises(InvalidInput, match=r"experts\.act_fn of .* got ReLU"):
+        MoE.from_block(decoder)
 
 
 def test_what_is_no_block_is_refused() -> None:
