@@ -1,4 +1,4 @@
-"""The command `moebius-choose`: exit status 0 if something fits, 1 if nothing does, 2 for wrong arguments."""
+"""The command `moebius-choose`: exit status 0 if something fits, 3 if nothing does, 2 for wrong arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _choose(options: argparse.Namespace) -> int:
     if options.json != "-":
         print(report(model, gpu, options.tokens, found, training=options.training, launcher=options.launcher))
     write(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
-    return 0 if found[0].why_not is None else 1
+    return 0 if found[0].why_not is None else 3
 
 
 def report(
