@@ -221,12 +221,11 @@ class BatchedExperts(GroupedExperts):
             configs = (max_num_tokens, num_dispatchers)
             max_num_tokens, num_dispatchers = (*arguments, 1)[:2]
             arguments = (*configs, *arguments[2:])
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, max_num_tokens=max_num_tokens, num_dispatchers=num_dispatchers, **options)
         require_at_least("max_num_tokens", max_num_tokens, 1)
         require_at_least("num_dispatchers", num_dispatchers, 1)
         self.max_num_tokens: int
         self.num_dispatchers: int
-        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
 
     def supports_chunking(self) -> bool:
         return False

@@ -135,6 +135,7 @@ def test_wrong_calls_are_refused() -> None:
         batched = modular.prepare_batched(x, weights, ids, E, 40)
         modular.prepare_batched(x[:1], weights[:1], ids[:1], E, 1)
         fp8 = modular.FusedMoEQuantConfig.make(use_fp8_w8a8=True)
+        modular.fused_experts(x, w1, w2, weights, ids, global_num_experts=E)  # that many are there
         wrong: list[tuple[str, Any]] = [
             ("topk must be 1 with", lambda: modular.prepare(x, weights, ids, True)),
             ("topk_ids must be integers", lambda: modular.prepare(x, weights, weights)),

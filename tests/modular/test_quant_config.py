@@ -66,6 +66,11 @@ def test_scales_and_biases_become_operands() -> None:
     halves = np.zeros((3, 32, 8), np.uint8), np.zeros((3, 32, 4), np.uint8)
     packed = expert_weights(*halves, make(use_mxfp4_w4a4=True, **scales), "in_out")
     assert packed.gate_up.shape == (3, 64, 8)
+    zero_points = {"w1_zp": np.zeros((3, 1, 32, 2), np.uint8), "w2_zp": np.zeros((3, 32, 1, 2), np.uint8)}
+    scales = {"w1_scale": np.ones((3, 64, 2), np.float32), "w2_scale": np.ones((3, 64, 2), np.float32)}
+    config = make(use_int4_w4a16=True, block_shape=[0, 32], **scales, **zero_points)
+    packed = expert_weights(*[np.zeros((3, 64, 32), np.uint8)] * 2, config, "out_in")
+    assert packed.gate_up.zero_points.shape == packed.down.zero_points.shape == (3, 32, 2)
     with pytest.raises(InvalidInput, match=r"w1_scale must be \(3, 1, 1\)"):
         expert_weights(w1, w2, make(use_fp8_w8a8=True, w1_scale=bias, w2_scale=bias), "out_in")
     with pytest.raises(InvalidInput, match="w1_scale must be an array for fp8_tensor"):

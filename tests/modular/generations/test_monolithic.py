@@ -75,6 +75,16 @@ def moe_config(topk: int = 2) -> Any:
     return config
 
 
+def test_batched_experts_take_the_newest_order_of_arguments() -> None:
+    config, plain = moe_config(), modular.FUSED_MOE_UNQUANTIZED_CONFIG
+    experts = modular.BatchedTritonExperts(config, plain, 5, 3)
+    assert experts.moe_config is config and (experts.max_num_tokens, experts.num_dispatchers) == (5, 3)
+    assert modular.BatchedTritonExperts(config, plain, 5).num_dispatchers == 1
+    for unused in ((config, plain, 5, 3, 7), (5, 3, config, plain, 7)):
+        with pytest.raises(InvalidInput, match="each once"):
+            modular.BatchedTritonExperts(*unused)
+
+
 def kernel_of(experts: Any = None, part: Any = None) -> Any:
     experts = Experts(moe_config(), modular.FUSED_MOE_UNQUANTIZED_CONFIG) if experts is None else experts
     return modular.FusedMoEKernel(Prepare() if part is None else part, experts)

@@ -173,6 +173,7 @@ def test_training_one_adapter_changes_nothing_else() -> None:
     assert all(torch.equal(frozen[name], one) for name, one in layer.state_dict().items() if name in frozen)
     assert not torch.equal(layer(x), layer(x)), "dropout draws anew"
     assert torch.equal(layer.eval()(x), layer(x)), "no dropout in evaluation"
+    assert copy.deepcopy(lora).to("meta").train().bundle().seed.is_meta
     assert all(not one[..., 4:].any() for one in (lora.a1, lora.a2))
 
 
