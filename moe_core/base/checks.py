@@ -88,9 +88,10 @@ def finite_float(name: str, value: object) -> float:
     number: Any = value
     # List refused kinds rather than accepted ones: a compiler's symbolic number has no Python type.
     try:
-        is_trained = getattr(value, "requires_grad", False)
+        # A compiler's symbolic number is a float that has no attributes.
+        is_trained = not isinstance(value, int | float) and getattr(value, "requires_grad", False)
         is_finite = not isinstance(value, _NO_NUMBERS) and -math.inf < number < math.inf
-        number = float(number) + 0.0 if is_finite and not is_trained else number
+        number = float(number) + 0.0 if not is_trained and -_LARGEST <= number <= _LARGEST else number
     except (TypeError, ValueError, RuntimeError):  # complex numbers, and arrays of several libraries
         is_finite, is_trained = False, hasattr(value, "aval")
     if is_trained:
