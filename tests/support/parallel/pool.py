@@ -17,6 +17,8 @@ MOST_RANKS = 4
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
 #: Seconds until a call of the ranks counts as hanging, and until gloo gives up. Ranks on GPUs compile kernels first.
 TIMEOUT, GLOO_TIMEOUT, GPU_TIMEOUT = 60, 40, 120
+#: More groups than a call makes.
+_GROUPS = 1000
 #: Ranks that share the first GPU, over gloo in place of NCCL: for bits of compiled kernels where there is but one GPU.
 SHARING = int(os.environ.get("MOEBIUS_RANKS_ON_A_GPU", "0"))
 
@@ -52,7 +54,9 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any, backend: str, timeout: 
     groups = {size: dist.new_group(list(range(size)), **options) for size in range(1, ranks + 1)}
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
-        function, size, arguments = call
+        function, size, arguments, *first = call
+        if first:  # torch names groups by a count, and ranks that made some without the others would wait for ever
+            dist.distributed_c10d._world.group_count = first[0]
         try:
             pipe.send((True, function(groups[size], *arguments)))
         except BaseException as error:
@@ -81,7 +85,7 @@ class Pool:
             context.set_forkserver_preload(["tests.support.parallel.torch", *_MODELS])
         self.folder = tempfile.TemporaryDirectory()
         store = str(pathlib.Path(self.folder.name) / "store")
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.calls = [], [], 0
         for rank in range(ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, ranks, store, there, backend, timeout), daemon=True)
@@ -94,8 +98,9 @@ class Pool:
 
     def start(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> None:
         """Begin `function(group, *arguments[rank])` on as many ranks as there are arguments."""
+        self.calls += 1
         for rank, given in enumerate(arguments):
-            self.pipes[rank].send((function, len(arguments), tuple(given)))
+            self.pipes[rank].send((function, len(arguments), tuple(given), _GROUPS * self.calls))
 
     def result(self, rank: int, timeout: float | None = None) -> tuple[bool, Any]:
         """(whether it returned, what it returned or its error); a rank that is gone has raised `Gone`."""

@@ -110,6 +110,17 @@ def make_otherwise(group: Any) -> dict[str, Any]:
     return found | {"errors": errors}
 
 
+def sum_over_pairs(group: Any) -> float:
+    mesh, found = DeviceMesh("cpu", torch.arange(group.size()).view(-1, 2)), torch.ones(1)
+    torch.distributed.all_reduce(found, group=mesh.get_group(1))
+    return found.item()
+
+
+def test_ranks_of_the_pool_make_groups_without_the_others(ranks: Pool) -> None:
+    for size in (2, 4):
+        assert ranks.call(sum_over_pairs, [()] * size) == [2] * size
+
+
 def test_what_it_takes_and_refuses(ranks: Pool) -> None:
     found = ranks.call(make_otherwise, [()] * 4)[0]
     assert (found["mode"], found["dtype"], found["meta"]) == ("all_gather", "torch.bfloat16", True)
