@@ -1,4 +1,4 @@
-"""What a training shows of its MoE layers, from counts, and writers for it. Letters: E experts, K top-k."""
+"""Statistics of MoE layers in training, from counts, and writers for them. Letters: E experts, K top-k."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_imbalance(counts: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """What one layer did since the last reading. name: path in the model. top_k: K. counts: `[E]`, slots routed to each
+    """Counts of a layer since the last reading. name: path in the model. top_k: K. counts: `[E]`, slots routed to each
     expert, before any limit, `[0]`: unknown. kept: slots that a capacity limit left, None: it has none. overflow: rows
     of an exchange that found no memory, None: no exchange. losses: name -> mean over the forwards of the last step.
     norms: group of parameters -> its gradient's norm in the last step. expert_norms: `[E]`, of each expert.
@@ -61,7 +61,7 @@ class LayerWindow:
         return values if self.expert_norms is None else values | {"grad_norm_of_experts": self.expert_norms}
 
 
-#: How a value of the model comes from those of its layers. Others are means.
+#: How values of layers make one of the model. Others are means.
 _MEAN = lambda values: float(np.mean(values))  # noqa: E731
 _ROOT = lambda values: float(np.sqrt(np.square(values).sum()))  # noqa: E731
 _JOINED: dict[str, Callable[[Any], Any]] = {"dead_experts": sum, "overflow": sum, "load_imbalance": max}
@@ -73,8 +73,8 @@ def model_values(
     """Values of a window by tag: `moe/load_entropy` of the model, and `moe/<layer>/load_entropy` of each layer.
 
     The model has the mean of its layers' entropies, dropped shares and losses, the sum of dead experts, the largest
-    imbalance, and the norm of all layers' gradients of a group. Tokens per second are those of the first layer that saw
-    any, masked ones left out.
+    imbalance, and the norm of all layers' gradients of a group. Tokens per second are of the first layer that saw any,
+    without masked ones.
 
         layers: of the model, in order.
         seconds: of the window.

@@ -57,8 +57,8 @@ def moe(
 ) -> MoEOutput:
     """Run one whole MoE forward as one custom call, and its gradients as one more, as `moe_torch.moe`.
 
-    x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`. Where one
-    mesh axis visibly splits the experts, rows travel over it, and results are those of one device.
+    x: bf16, fp16 or fp32 `[T, D]`. lora: adapters' factors (docs/user/lora.md), with adapter_ids int32 `[T]`. If one
+    mesh axis visibly splits the experts, rows travel over it. Results have the bits of one device.
     """
     names = _axes_of(experts) if isinstance(experts, ExpertWeights) else ()
     mesh = mesh_of(jax.tree.leaves((x, experts))) if names else None

@@ -107,7 +107,7 @@ class _Player:
         return call.run()
 
     def choose(self, *sizes: int) -> jax.Array | None:
-        """The ids of the next layer, whose router asks."""
+        """The ids of the next layer, for its router."""
         ids = self.playback.choice(*sizes)
         self._chosen = ids is not None
         return None if ids is None else jnp.asarray(ids)

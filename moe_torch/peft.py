@@ -1,7 +1,7 @@
 """PEFT's LoRA of experts, on our op, see docs/user/lora.md.
 
-PEFT adds scale B A to the whole weight in every forward. Here the op adds products of the factors to those of the
-weights in one sum, so that a call makes no copy of the weights and a backward no gradient of their size. Everything
+PEFT adds scale B A to the whole weight in every forward. Here the op adds both products in one
+sum. So a call copies no weights, and a backward makes no gradient of their size. Everything
 else is PEFT's: add, switch, disable, merge, delete, save and load.
 """
 
@@ -150,7 +150,7 @@ def _is_ours(experts: Any) -> bool:
 
 
 class Native:
-    """What `native` changed, a context manager that gives it back. wrappers: number of PEFT's that run on Moebius."""
+    """The changes of `native`, which leaving the context undoes. wrappers: number of PEFT's that run on Moebius."""
 
     def __init__(self, changed: list[Any], wrappers: int) -> None:
         self._changed, self.wrappers = changed, wrappers
@@ -167,7 +167,7 @@ def native(model: torch.nn.Module) -> Native:
     """Run PEFT's adapters of a model's experts on our ops, from now on or, as a context manager, in a block.
 
     model: with adapters of PEFT. `moe_torch.transformers.use(model)` does it, too, for a model that has adapters.
-    Adapters that are added later count, and so do several active ones, whose changes add up. Results equal PEFT's
+    Adapters that are added later count, and several active ones add up. Results equal PEFT's
     within rounding, and files are PEFT's.
 
     Raises InvalidInput for a model without adapters of experts' parameters, Unsupported for experts that do not run on

@@ -250,7 +250,7 @@ def _unpacked(packed: torch.Tensor, axis: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prepack_weights(weights: Weights, spec: MoESpec | None = None, *, gate_layout: str | None = None) -> Weights:
-    """Put quantised weights into the order in which Hopper's kernels for bf16 rows read and decode them.
+    """Put quantised weights into the order that Hopper's kernels for bf16 rows read.
 
     Do this once, when weights are loaded. It runs on the weights' device, one matrix at a time. `restore_weights` is
     the exact inverse. Prepacked weights come back as they are, and work wherever published ones do, except in gradients

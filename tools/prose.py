@@ -21,7 +21,7 @@ HABITS = {
     "semicolons": re.compile(r";"),
 }
 #: Matches per 1,000 words that docstrings and comments of the packages may have.
-LIMITS = {"of which, whose, those of": 1.0, "opens with What, Whether, Where": 1.0, "semicolons": 8.0}
+LIMITS = {"of which, whose, those of": 0.75, "opens with What, Whether, Where": 0.2, "semicolons": 3.2}
 DEFINITIONS = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

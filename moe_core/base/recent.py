@@ -23,7 +23,7 @@ def process_lock() -> Any:
 
 
 def keep_plans(planner: Callable[..., V]) -> functools._lru_cache_wrapper[V]:
-    """Decorate a planner, whose arguments are frozen: its last plans are kept."""
+    """Decorate a planner with frozen arguments, so that its last plans are kept."""
     return functools.lru_cache(PLANS_KEPT)(planner)
 
 

@@ -247,7 +247,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         architecture = dataclasses.replace(architecture, shared_d_ff=0, spec=spec, lacks_shared=True)
     facts = (config.settings, architecture, index, quantization, config.nested, document, only)
     checkpoint = Checkpoint(directory, config.model_type, *facts)
-    # Settings of experts that cannot be read raise here; those of other matrices do not matter.
+    # Settings of experts that cannot be read raise here. Other matrices do not matter.
     _ = checkpoint.packing
     return checkpoint
 

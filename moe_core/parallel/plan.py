@@ -76,7 +76,7 @@ class ExchangePlan:
 
     @functools.cached_property
     def header(self) -> Header:
-        """What ranks compare with `compare_headers`."""
+        """The header that ranks compare with `compare_headers`."""
         sizes = self.brought, self.top_k, self.d_model, self.dtype
         header = header_of(*sizes, self.placement, self.spec, self.training, self.tensor)
         return header.of_experts(self.experts)

@@ -134,7 +134,7 @@ def run_against(
 
 
 def conclude(reports: Sequence[CaseReport]) -> tuple[bool, bool, str]:
-    """Whether something differs, whether something could not be compared, and both in words."""
+    """Return (something differs, something could not be compared, both in words)."""
     every = [(f"{case.case} {case.dtype}", case.reports[0]) for case in reports]
     names = {verdict: [name for name, one in every if one.verdict == verdict] for verdict in
              (AGREE, DIFFER, NOT_TESTED, SKIPPED)}  # fmt: skip

@@ -75,7 +75,7 @@ def write_plans(path: str | pathlib.Path, plans: Sequence[LaunchPlan]) -> None:
 
 
 class Explanation(str):
-    """The text of plans: what runs, with which tiles, in which memory, and why. plans: they themselves, in order."""
+    """The text of plans: what runs, with which tiles, in which memory, and why. plans: the plans, in order."""
 
     plans: tuple[LaunchPlan, ...]
 

@@ -1,4 +1,4 @@
-"""What a page shows of plans: launches with their bytes, operations and bounds, and memory by lifetime."""
+"""The page of plans: launches with their bytes, operations and bounds, and memory by lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page shows of a routing trace. Letters: L layers, T tokens, K top-k, E experts, B bins of tokens."""
+"""The page of a routing trace. Letters: L layers, T tokens, K top-k, E experts, B bins of tokens."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def run_grouped_mm(x: Array, weight: Array, groups: tuple[Array, Array | None], 
 def run_contraction(
     left: Array, right: Array, groups: tuple[Array, Array | None], count: int | None = None, **options: Any
 ) -> jax.Array:
-    """`plan_grouped_contraction` of groups as in `run_grouped_mm`, `count` of which are in the result."""
+    """Run `plan_grouped_contraction` of groups as in `run_grouped_mm`. `count` groups are in the result."""
     call = OpCall("grouped_contraction")
     sides = call.array("left", left, "lhs"), call.array("right", right, "rhs")
     return run_stage(call, plan_grouped_contraction, *sides, _groups(call, groups, count), **options)[0]

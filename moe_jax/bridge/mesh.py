@@ -6,10 +6,10 @@
   show no sharding: there every axis of the mesh splits the first batch axis that it divides. Devices along other axes
   repeat the call.
 - Outputs with tokens are split as x is, counts are sums over the token axes. Gradients of x stay on their devices, and
-  JAX adds up those of whole arrays over the token axes, since an op is differentiated inside the shard_map.
-- Ops whose rows are independent are split in the same way, and products of groups of consecutive rows, of which each
-  device has some. For ops on layouts see `moe_jax.bridge.layouts`.
-- Nothing else moves unless asked: an x split along its features, and a weight whose axis no token follows, are refused.
+  JAX adds up gradients of whole arrays over the token axes, since an op is differentiated inside the shard_map.
+- Ops with independent rows are split in the same way, and so are products of groups of consecutive rows. Each device
+  has some groups. For ops on layouts see `moe_jax.bridge.layouts`.
+- Nothing else moves unless asked: x split along its features, or a weight on an axis without tokens, is refused.
   Where types of automatic axes hide splits, XLA's compiler refuses them, see `moe_jax.bridge.moves`.
 """
 
@@ -122,7 +122,7 @@ def split_tokens(
     needed: Names = (),
     shape: tuple[int, ...] | None = None,
 ) -> Split:
-    """The split of x's tokens. needed: axes that have to split them. shape: in which they count, by default x's."""
+    """The split of x's tokens. needed: axes that have to split them. shape: of the axes, by default x's."""
     shape = x.shape if shape is None else shape
     assert shape is not None
     free, batch = free_axes(mesh), shape[:-1]

@@ -62,7 +62,7 @@ def _lower(context: mlir.LoweringRuleContext, array: Any, *, wanted: Any, name: 
 
 
 def _source(value: Any) -> Any:
-    """The array of which a program makes this one, by a cast for example: XLA gathers before that."""
+    """The array that a program casts to this one, for example. XLA gathers before the cast."""
     while (made_by := getattr(value.owner, "name", "")).startswith("stablehlo.") and made_by != "stablehlo.custom_call":
         operands = value.owner.operands
         if len(operands) != 1:

@@ -1,4 +1,4 @@
-"""What a monitor counts of layers, as results of the function that runs them: `moe_jax.monitor`."""
+"""Counts of layers as results of the function that runs them, for `moe_jax.monitor`."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def current() -> Observer | None:
 def observe(function: Callable[..., Any]) -> Callable[..., tuple[Any, tuple[Observed, ...]]]:
     """`observe(function)(...)` is `(function(...), observed)`, for `Monitor.step`, with an entry for each MoE layer.
 
-    For a loss: `jax.value_and_grad(observe(loss), has_aux=True)`. Layers are those of `moe_jax.nnx`, `moe_jax.linen`
-    and `moe_jax.layers.forward`. Results of the function keep their bits. On a mesh, counts are those of all devices;
-    inside of your own `jax.shard_map` they are this device's, so add them with `jax.lax.psum`.
+    For a loss: `jax.value_and_grad(observe(loss), has_aux=True)`. Layers are of `moe_jax.nnx`, `moe_jax.linen`
+    and `moe_jax.layers.forward`. Results of the function keep their bits. On a mesh, counts are of all devices.
+    Inside of your own `jax.shard_map` they are this device's, so add them with `jax.lax.psum`.
 
     Raises InvalidInput if no layer runs, or one runs inside a further transformation.
     """

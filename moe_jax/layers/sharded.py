@@ -3,7 +3,7 @@
 The `jax.shard_map` of a layer is that of `moe_jax.bridge.mesh`, with parameters besides:
 
 - Experts: `expert_axis`, else the first mesh axis that visibly splits the experts' axis, exchanges rows of tokens. It
-  always splits tokens too. Where it does not divide E, the experts stay whole on every device, which uses its share.
+  always splits tokens too. If it does not divide E, every device holds all experts and uses its share.
 - Any other split of a parameter is gathered for the call, as in FSDP, if tokens are split over that axis too. Gradients
   are scattered back. Otherwise every device would read all of it without being asked to: Unsupported.
 - The split of a parameter is that of its sharding, else `parameter_specs`. Under automatic axes a jitted function sees
@@ -152,7 +152,7 @@ class Division:
 
 
 def hidden_splits(division: Division, axis: ExpertAxis | None, parameter_specs: Any) -> str:
-    """Lines on parameters whose splits a jitted forward of these options does not see. axis: the named one."""
+    """Lines on parameters with splits that a jitted forward of these options does not see. axis: the named one."""
     mesh, lines = division.split.mesh, ""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     seen = set() if axis is None else {axis.name}

@@ -48,7 +48,7 @@ def moe(
 ) -> ParallelOutput:
     """Run `moe_jax.moe` over the ranks of a mesh axis, which share the experts, inside `jax.shard_map`.
 
-    Output and gradients are bitwise those of `moe_jax.moe` on one device with all ranks' tokens, in rank order, and all
+    Output and gradients have the bits of `moe_jax.moe` on one device with all ranks' tokens, in rank order, and all
     experts (exceptions: `moe_core.parallel.plan_exchange`). Router gradients are sums over ranks, in another order.
 
     Args:

@@ -73,7 +73,7 @@ def _collector() -> Any:
 
 
 def _recorder() -> dict[str, Any] | None:
-    """What transformers collects in this forward (`output_router_logits=True`), if that includes the routers."""
+    """The dict in which transformers collects router logits of this forward (`output_router_logits=True`), or None."""
     if not _Asked.logits:
         return None
     collector = _collector()

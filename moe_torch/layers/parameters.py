@@ -109,7 +109,7 @@ class ParameterGroup(torch.nn.Module):
     #: The layer sets both.
     spec: MoESpec
     layer_spec: MoELayerSpec
-    #: Whether the layer has adapters of this router or shared expert.
+    #: True if the layer has adapters of this router or shared expert.
     adapted: bool = False
 
     def __init__(

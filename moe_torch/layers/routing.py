@@ -115,7 +115,7 @@ def run_stages(
 
 
 class _Adapters(NamedTuple):
-    """What each part of a layer is called with, and the number of tokens that name no adapter."""
+    """Return the arguments of each part of a layer, and the number of tokens that name no adapter."""
 
     router: tuple[Any, ...] = ()
     shared: tuple[Any, ...] = ()

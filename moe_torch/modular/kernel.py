@@ -23,7 +23,7 @@ from moe_torch.modular.stages import as_ids, as_weights
 from moe_torch.modular.weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_torch.modular.workspaces import Scratch, Workspaces
 
-#: What `prepare` says where the kernel does not call it.
+#: Stands for the result of a `prepare` that the kernel does not call.
 _PASSED: Any = PreparedTokens(None)  # type: ignore[arg-type]
 
 

@@ -96,14 +96,14 @@ def experts_push(
 ) -> MoEOutput:
     """Run `moe` and store the result row of every slot at its destination while other rows are computed.
 
-    The bits are those of `moe` with K = 1 followed by `combine_push`, without an array of rows here. Gradients are
-    those of `moe` for each token's sum.
+    The result has the bits of `moe` with K = 1 followed by `combine_push`, without an array of rows here. Gradients
+    are as `moe` computes them for each token's sum.
 
     Args:
         x, experts, routing, spec: as for `moe_torch.moe`. A row has a multiple of 16 bytes.
         results_at: int64 `[T * K]`, the destination address of each slot's row: a multiple of 16, or 0 for none. Slots
             without an expert are not stored.
-        gradients_at: int64 `[T * K]`, the addresses to which the backward stores each slot's row of the gradient of x,
+        gradients_at: int64 `[T * K]`, where the backward stores each slot's row of the gradient of x,
             which then has no memory here. None: the gradient is an array, the sum of a token's rows.
         memory: the symmetric tensor of this rank, see `moe_torch.parallel.peer_ops`.
 

@@ -60,5 +60,5 @@ def hidden() -> contextlib.AbstractContextManager[None]:
 
 
 def routed(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> tuple[Any, Any]:
-    """Return ids and weights `[T, K]` of a layer with so many experts, or under a replay those of the trace."""
+    """Return ids and weights `[T, K]` of a layer with so many experts, from the trace under a replay."""
     return ROUTED(ids, weights, num_experts) if torch.compiler.is_compiling() or WATCH.traces else (ids, weights)

@@ -1,4 +1,4 @@
-"""What a monitor counts of a layer's forwards, on the device: `moe_torch.monitor`."""
+"""Counts of a layer's forwards on the device, for `moe_torch.monitor`."""
 
 from __future__ import annotations
 

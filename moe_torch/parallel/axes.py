@@ -131,7 +131,7 @@ class ExpertParallel:
 
     @functools.cached_property
     def _made(self) -> dict[Any, Any]:
-        """What each call needs again, by the method that makes it and its arguments."""
+        """Results that each call needs again, by method and arguments."""
         return {}
 
     def _once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:

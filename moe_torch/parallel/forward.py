@@ -73,7 +73,7 @@ def moe(
 ) -> ParallelOutput:
     """Run `moe_torch.moe` over ranks that share the experts. All of them call it, in the same order.
 
-    Output and gradients are bitwise those of `moe_torch.moe` on one device with all experts and all ranks' tokens, in
+    Output and gradients have the bits of `moe_torch.moe` on one device with all experts and all ranks' tokens, in
     the order of ranks (`moe_core.parallel.plan_exchange` names exceptions). Gradients of a router are of this rank's
     tokens: add them over ranks, as data parallelism does. With modes `all_to_all` and `peer`, ranks may have different
     numbers of tokens. The router's tiles, and with `peer` on a GPU also the experts', are then chosen for W times this
@@ -231,7 +231,7 @@ class Exchange:
                 dense()  # The host waits for counts behind it.
             planner.owner = owner
             routes: Any = routes_of()
-            # What has left, or arrived, is not kept.
+            # Rows that have left or arrived are not kept.
             values, planner.arriving = planner.arriving or brought.x, None
             del routes_of
             stored = lora is None and routes.stores

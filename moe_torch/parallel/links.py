@@ -33,7 +33,7 @@ _ROW_BYTES = 8192
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure. ranks: of this host; torchrun sets it. None: its GPUs, or 2 on a CPU. sizes: bytes that a rank
+    """The measurement. ranks: of this host, set by torchrun. None: its GPUs, or 2 on a CPU. sizes: bytes that a rank
     sends. seconds: for all messages. Raises InvalidInput."""
 
     backend: str

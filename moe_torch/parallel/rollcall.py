@@ -102,7 +102,7 @@ def survivors_of(group: Any, seconds: float) -> list[int]:
 
 
 def _verdict(store: Any, rank: int) -> str:
-    """What is known of a rank, "" for nothing."""
+    """The known state of a rank, "" if nothing is known."""
     crash, answer, process = (_key(what, rank) for what in ("crash", "answer", "process"))
     if store.check([crash]):
         return f"raised an error that ended it: {store.get(crash).decode()}"

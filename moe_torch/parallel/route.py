@@ -18,7 +18,7 @@ from moe_torch.parallel.moving import MovingPlacement
 
 
 class ExchangeCall(NamedTuple):
-    """What every step of a call needs. moving: the placement at the time of a replay, if it may change. layer, number:
+    """Settings of a call for its steps. moving: the placement at the time of a replay, if it may change. layer, number:
     see `Header.of_call`. levels: ranks between hosts, and inside this one. None: one level. buffer: of another
     transport. steps: plans of a like call, None: it is the first, or they cannot be used."""
 
@@ -123,7 +123,7 @@ class Routes(Protocol):
         ...
 
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Send a number below 2**24 of each token, int32 `[T]`. Returns those of arrived rows, int32 `[R]`."""
+        """Send a number below 2**24 for each token, int32 `[T]`. Returns the numbers of arrived rows, int32 `[R]`."""
         ...
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:

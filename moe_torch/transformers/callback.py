@@ -16,7 +16,7 @@ class MonitorCallback(TrainerCallback):
     they are scaled unless it clips.
 
     Args:
-        writer, options: those of Monitor.
+        writer, options: as for Monitor.
     """
 
     def __init__(self, writer: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What transformers knows of GGUF files: a model's config.json, and the tensors that its family publishes."""
+"""GGUF files by transformers: a model's config.json, and the tensors that its family publishes."""
 
 from __future__ import annotations
 

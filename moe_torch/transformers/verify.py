@@ -1,4 +1,4 @@
-"""What transformers makes of a converted checkpoint: the half of `moe_core.checkpoint.convert.verify` with torch."""
+"""Check a converted checkpoint in transformers: the half of `moe_core.checkpoint.convert.verify` with torch."""
 
 from __future__ import annotations
 

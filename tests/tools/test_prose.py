@@ -37,7 +37,7 @@ def test_a_rate_above_its_limit_is_a_problem() -> None:
     assert prose.too_many(words, matches) == []
     matches["semicolons"]["docstrings"] = 9
     assert prose.too_many(words, matches) == [
-        "semicolons: 9.0 per 1,000 words of docstrings and comments, the limit is 8"
+        "semicolons: 9.0 per 1,000 words of docstrings and comments, the limit is 3.2"
     ]
 
 

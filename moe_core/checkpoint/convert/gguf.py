@@ -27,7 +27,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 #: Architectures with the rows of q and k in the order of ggml's rotary embedding, which turns neighbours.
 _ROTARY = ("llama", "granitemoe")
-#: What config.json says too.
+#: Tensors that follow from config.json.
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PIECE_ELEMENTS = 2**18
 #: Bytes of memory to make a number: as stored, decoded with its temporary arrays, and as written.
@@ -64,7 +64,7 @@ class _Weight(NamedTuple):
 
 
 class GgufModules:
-    """What lies outside of the experts. architecture: see `llama_architecture`. names: of the layers, as published.
+    """Tensors outside of the experts. architecture: see `llama_architecture`. names: of the layers, as published.
     held: the experts' tensors. counted: looks at numbers; what it returns notes them.
     """
 

@@ -228,7 +228,7 @@ def _rows(matrix: Any, gate_layout: str, is_up: bool) -> Any:
 
 
 class DenseModules:
-    """What lies outside of the experts (`held`). companions: tensors of quantised matrices, except for their values."""
+    """Tensors outside of the experts (`held`). companions: tensors of quantised matrices, except for their values."""
 
     def __init__(self, checkpoint: Checkpoint, reader: StackReader, names: LayerNames, held: set[str]) -> None:
         self._index, self._reader, self._quantization = checkpoint.index, reader, checkpoint.quantization

@@ -128,7 +128,7 @@ class Stream:
             left.unlink()
 
     def write(self, shards: Sequence[Sequence[Unit]], state: Callable[[], Any], done: Callable[[Unit], None]) -> None:
-        """done: called after every unit, also for those of shards that are finished already."""
+        """done: called after every unit, also for units of finished shards."""
         self._directory.mkdir(parents=True, exist_ok=True)
         count = len(shards)
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -192,7 +192,7 @@ class Stream:
 
 
 def _made_ahead(units: Sequence[Unit], room: int) -> Iterator[tuple[Unit | None, Made]]:
-    """What jobs made, in order, with the unit behind its last one. Threads work ahead in `room` bytes of memory."""
+    """Yield results of jobs in order, each unit after its last one. Threads work ahead in `room` bytes of memory."""
     waiting: collections.deque[tuple[Unit | None, int, Future[Made]]] = collections.deque()
     taken = 0
     with ThreadPoolExecutor(_THREADS) as pool:

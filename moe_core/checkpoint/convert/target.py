@@ -1,4 +1,4 @@
-"""What a conversion writes: the form of every expert's matrices, and who loads it."""
+"""Targets of a conversion: the form of every expert's matrices, and who loads it."""
 
 from __future__ import annotations
 

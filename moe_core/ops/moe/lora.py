@@ -18,7 +18,7 @@ from moe_core.plan import PlanBuilder, Role
 from moe_core.specs import LayoutSpec, MoESpec, TopK, named_arrays
 from moe_core.specs.operands import ExpertWeights, LoRAFactors
 
-#: What masks the input of each pair's A.
+#: The mask of the input of each pair's A.
 _MASKED = {1: "token", 2: "slot"}
 
 

@@ -63,7 +63,7 @@ def float32_to_e4m3(values: np.ndarray) -> np.ndarray:
 def _small_codes(values: np.ndarray, *, mantissa: int, bias: int, bits: int, largest: float) -> np.ndarray:
     """Several times as fast as a cast. bits: without the sign. NaN becomes the last code."""
     values = np.ascontiguousarray(values, np.float32)
-    # Where NumPy is slow with a scalar (minimum), clip is not.
+    # NumPy is slow with minimum of a scalar, but not with clip.
     magnitude = np.clip(values, np.float32(-largest), np.float32(largest))
     np.abs(magnitude, out=magnitude)
     shift = np.uint32(MANTISSA_BITS - mantissa)
@@ -75,7 +75,7 @@ def _small_codes(values: np.ndarray, *, mantissa: int, bias: int, bits: int, lar
     codes >>= shift
     codes = codes.view(np.int32)
     codes -= np.int32((E8M0_ONE - bias) << mantissa)
-    # Below the least normal number codes are spaced evenly. There, and only there, they are above those of bits.
+    # Below the least normal number codes are spaced evenly. Only there are they above the codes of bits.
     with np.errstate(invalid="ignore"):
         even = np.clip(magnitude, np.float32(0), np.float32(2.0 ** (1 - bias)))
         even *= np.float32(2.0 ** (bias - 1 + mantissa))

@@ -1,4 +1,4 @@
-"""What other loaders do with a checkpoint, by the rules of their published versions.
+"""How other loaders read a checkpoint, by the rules of their published versions.
 
 Sources: transformers 5.23 `integrations/compressed_tensors.py` and `finegrained_fp8.py`; vLLM 0.33
 `compressed_tensors_moe`; SGLang 0.5.23 `compressed_tensors`. A rule names a difference that their code makes.

@@ -18,7 +18,7 @@ from moe_torch.parallel.group import Ranks, Way
 
 
 class _State:
-    """What a rank keeps of one step: rows of its experts and of its neighbour's by layer, copies of all else. number:
+    """One saved step of a rank: rows of its experts and of its neighbour's by layer, copies of all else. number:
     of the save, -1: incomplete. size: of ranks. states: how many parameters of each optimizer had one."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _State:
 class Mirror:
     """Keeps the last step's state of a model in training so that it survives the death of a rank, with equal bits.
 
-    Every rank keeps a copy of its experts and their optimizer states, and one of those of the rank before it. Routers,
+    Every rank keeps copies of its own and the previous rank's experts, with their optimizer states. Routers,
     other parameters and their states are on all ranks. After a death, each dead rank's experts go on at the next rank
     (docs/user/parallel-training.md).
 

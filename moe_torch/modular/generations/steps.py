@@ -72,7 +72,7 @@ def as_prepared(name: str, result: Any) -> PreparedTokens:
 
 
 def run_step(step: Step, tokens: Tokens, destination: torch.Tensor | None, chunk_size: int | None) -> Any:
-    """What the experts' `apply` gave, in a list for chunks. destination: memory to use if shape and dtype agree."""
+    """Return what the experts' `apply` gave, a list for chunks. destination: memory to use if shape and dtype agree."""
     plan, a1q, experts = step.plan, tokens.a1q, step.experts
     if not plan.empty and not a1q.numel():
         columns = experts.output_hidden_dim(a1q.shape[-1])

@@ -19,7 +19,7 @@ from moe_torch.parallel.routes import CollectiveRoutes, RoutesPlanner
 from moe_torch.parallel.tensor import Brought
 
 _MESSAGE = "header, ids and weights"
-#: Numbers in rows that leave, up to which like calls are one plan, whose arrays all live until its end.
+#: The most numbers in sent rows for which like calls are one plan. All its arrays live until its end.
 _FEW = 1 << 21
 #: Steps: tables, rows, tables of what came, rows of slots, products, sums.
 _LINKS = {
@@ -98,7 +98,7 @@ class _Again(NamedTuple):
             return None
         header = self.constants[2 + call.layer * CALLS + call.number % CALLS]
         given = ids, weights, *kept(self.constants, x.device)[:2], header, *[x] * 4
-        # What comes stands behind x until it has memory.
+        # x stands for arrays that have no memory yet.
         begun = step.ready.begin(step.change(step.pointers(tensors), *[one.data_ptr() for one in given]))
         invalid_ids, tokens_per_expert, counted, message, rows, spoilt, results, received, output = begun.outputs
         begun.run(slice(self.sent))

@@ -54,7 +54,7 @@ def joined(
 
 
 def remembered(call: Any) -> Any:
-    """What runs like calls of this one, or None."""
+    """The plan that runs calls like this one, or None."""
     again = None if call.steps is None or call.moving is not None else call.steps.get(KEY)
     return again if again is not None and again.fits(call) else None
 

@@ -210,7 +210,7 @@ class CountedRoutes(Stored):
         return arrived
 
     def push_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Once rows have arrived: every rank gets all ids, and finds those of its rows by their homes and slots."""
+        """Give every rank all ids once rows have arrived. It finds its rows' ids by homes and slots."""
         most = self.plan.brought
         told = self.ranks.all_gather(torch.nn.functional.pad(ids, (0, most - len(ids))), "adapter ids").view(-1)
         home, slot = self._sources.unbind(1)
