@@ -110,15 +110,15 @@ def make(
 
 def run_pip(command: list[str]) -> None:
     """Run pip and say what it does: every download of some megabytes, the packages it installs, and every TELL_EVERY
-    seconds that it is still there. All that it printed follows if it fails; raises CalledProcessError."""
+    seconds that it is still there. All that it printed follows if it fails; raises CalledProcessError. Modules are
+    compiled when they are first imported, if Python may keep the bytecode; most never are."""
+    options = ["--progress-bar", "off", *([] if sys.dont_write_bytecode else ["--no-compile"])]
     start, said, doing = time.monotonic(), [], "starting pip"
 
     def tell() -> None:
         print(f"  {time.monotonic() - start:4.0f} s  {doing}", flush=True)
 
-    with subprocess.Popen(
-        [*command, "--progress-bar", "off"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as pip:
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -191,14 +191,17 @@ def link_packages(source: pathlib.Path, directory: pathlib.Path, extras: str, wi
         for file in distribution.files or []:
             # Scripts lie outside of the packages and begin with the path of their environment.
             path = pathlib.Path(os.path.normpath(site / file))
-            if path.is_relative_to(site) and path.is_file():
-                link = target / path.relative_to(site)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.unlink(missing_ok=True)
-                try:
-                    os.link(path, link)
-                except OSError:
-                    shutil.copy2(path, link)
+            # Bytecode that imports left is not in the list.
+            bytecode = pathlib.Path(importlib.util.cache_from_source(path)) if path.suffix == ".py" else path
+            for one in {path, bytecode}:
+                if one.is_relative_to(site) and one.is_file():
+                    link = target / one.relative_to(site)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.unlink(missing_ok=True)
+                    try:
+                        os.link(one, link)
+                    except OSError:
+                        shutil.copy2(one, link)
 
 
 def main() -> int:

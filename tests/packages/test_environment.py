@@ -55,10 +55,14 @@ def test_a_front_end_gets_its_own_packages(environment: ModuleType, tmp_path: pa
     distribution(site, "sympy")
     distribution(site, "Py.Test", "moebius[test]")
     target.mkdir(parents=True)
+    compiled = pathlib.Path(importlib.util.cache_from_source(site / "torch.py")).relative_to(site)
+    (site / compiled).parent.mkdir()
+    (site / compiled).write_bytes(b"bytecode that an import left")
     environment.link_packages(tmp_path / "all", tmp_path / "one", "torch,test")
     modules = {path.stem for path in target.glob("*.py")}
     assert modules == {"pip", "setuptools", "numpy", "torch", "sympy", "Py.Test"}
-    assert (target / "torch.py").samefile(site / "torch.py") and (target / "sympy-1.0.dist-info").is_dir()
+    assert all((target / path).samefile(site / path) for path in ("torch.py", compiled))
+    assert (target / "sympy-1.0.dist-info").is_dir()
     found = {one.name for one in environment.required(site, "torch,test", "torch")}
     assert found == {"pip", "setuptools", "numpy", "Py.Test"}
     with pytest.raises(LookupError, match="must hold flax"):
