@@ -79,7 +79,11 @@ def _all_gather(ranks: Ranks, values: torch.Tensor, what: str) -> Callable[[], t
     return lambda: values.expand(ranks.size, *values.shape).contiguous()
 
 
-def _all_to_all(ranks: Ranks, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> Callable[[], torch.Tensor]:
+def _all_to_all(
+    ranks: Ranks, rows: torch.Tensor, what: str, way: Way = _EQUALLY, into: torch.Tensor | None = None
+) -> Callable[[], torch.Tensor]:
+    if into is not None:
+        return lambda: into
     if way.received is None:
         own = rows.view(ranks.size, -1, *rows.shape[1:])[ranks.rank]
         return lambda: own.repeat(ranks.size, *[1] * (rows.dim() - 1))

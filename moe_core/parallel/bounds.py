@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moe_core.base.arrays import ALIGNMENT
 from moe_core.parallel.placement import Placement
 from moe_core.parallel.spec import ExchangeSpec
 from moe_core.specs import Activation
@@ -34,6 +35,13 @@ def bounds_of(spec: ExchangeSpec, tokens: int, top_k: int, placement: Placement)
 def is_direct(spec: ExchangeSpec) -> bool:
     """Return True if tokens have a row at every owner, without counts: mode `peer`, rows of tokens, no bound."""
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
+
+
+def stores_results(spec: ExchangeSpec, row_bytes: int) -> bool:
+    """Return True if owners store results of tokens' rows where they leave from, or at home: mode `all_to_all`, unless
+    something else, such as adapters, needs them as rows."""
+    one_level = spec.hosts == 1 and not spec.other
+    return (spec.mode, spec.rows) == ("all_to_all", "tokens") and one_level and row_bytes % ALIGNMENT == 0
 
 
 def runs_in_lanes(spec: ExchangeSpec) -> bool:

@@ -212,10 +212,13 @@ def peak_of(spec: ExchangeSpec, training: bool, buffers: tuple[ExchangeBuffer, .
         return symmetric + max(held, ends)
     routing = size["received ids"] + size["received weights"]
     # Rows that are sent weigh less than what comes back for them.
+    room = size["returned results"]
+    # Experts store results of tokens' rows beside the room for those that come home.
+    beside = room if (spec.mode, spec.rows, "rows by slot" in size) == ("all_to_all", "tokens", False) else 0
     passed, passed_back = size.get("rows at a gateway", 0), size.get("results at a gateway", 0)
     return routing + max(
         passed + gathered + received + size.get("rows by slot", 0),
-        returned + results + scratch,
-        results + passed_back + size["returned results"] + (parts or output) + kept,
+        returned + results + beside + scratch,
+        results + passed_back + room + (parts or output) + kept,
         ends,
     )

@@ -116,20 +116,23 @@ class ExchangePlan:
             self._by_digest[digest] = dataclasses.replace(self, experts=digest)
         return self._by_digest[digest]
 
-    def buffers_of(self, received: int, returned: int) -> tuple[ExchangeBuffer, ...]:
-        """Return a chunk's buffers for counts of rows received, and of results returned as an owner."""
-        return _Planner(self).buffers(received, returned)
+    @property
+    def stores(self) -> bool:
+        """See `stores_results`."""
+        return limits.stores_results(self.spec, self.d_model * dtypes.itemsize(self.dtype))
 
-    def peak(self, received: int | None = None, returned: int | None = None, *, scratch: int = 0) -> int:
+    def buffers_of(self, received: int, returned: int, own: int = 0) -> tuple[ExchangeBuffer, ...]:
+        """Return a chunk's buffers for counts of rows received, results returned as an owner, and its own tokens'."""
+        return _Planner(self).buffers(received, returned, own)
+
+    def peak(self, received: int | None = None, returned: int | None = None, own: int = 0, scratch: int = 0) -> int:
         """Return the most bytes that buffers and output of a forward take at once.
 
-        received, returned: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides input
-        and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays. Later like
-        calls of torch with messages may hold rows up to 64 MB longer.
+        received, returned, own: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides
+        input and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays. Later
+        like calls of torch with messages may hold rows up to 64 MB longer.
         """
-        buffers = self.buffers
-        if received is not None and returned is not None:
-            buffers = self.buffers_of(received, returned)
+        buffers = self.buffers if received is None or returned is None else self.buffers_of(received, returned, own)
         return peak_of(self.spec, self.training, buffers, self.tokens * _Planner(self).row_bytes, scratch)
 
     def explain(self) -> str:
@@ -355,20 +358,19 @@ class _Planner:
         barrier = [_BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
-        kind = "push" if self.spec.mode == "peer" else "all_to_all"
-        weights = self._table(kind, "d_weights", "float32", self.given, 1)
+        weights = self._table(results.kind, "d_weights", "float32", self.given, 1)
         return (*barrier, *rows, *barrier, results, weights, *barrier)
 
     @property
     def _rows_kind(self) -> str:
         return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
 
-    def buffers(self, received: int, given: int) -> tuple[ExchangeBuffer, ...]:
+    def buffers(self, received: int, given: int, own: int = 0) -> tuple[ExchangeBuffer, ...]:
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
         buffers = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        by_slot = self.spec.other or (self.spec.rows == "tokens" and not self.plan.direct)
+        by_slot = self.spec.other or (self.spec.rows == "tokens" and not (self.plan.direct or self.plan.stores))
         if self.plan.direct:
             numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
             buffers.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
@@ -389,7 +391,7 @@ class _Planner:
             # Rows kept for a backward must not be overwritten.
             buffers.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
-            buffers.append(ExchangeBuffer("results", given * self.row_bytes, False))
+            buffers.append(ExchangeBuffer("results", (given - own * self.plan.stores) * self.row_bytes, False))
         buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         symmetric_sets = limits.sets_of_buffers(self.spec)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()

@@ -16,7 +16,8 @@ class TableSpec:
     """The kind and sizes of an exchange: num_ranks W, per_rank L places, num_experts E.
 
     rows: `tokens` or `slots` travel. block: the most rows that a rank sends to another; None with `all_to_all`, ignored
-    with `all_gather`, which sends all tokens. back: the most results that return, None with `all_to_all`.
+    with `all_gather`, which sends all tokens. back: the most results that return, None with `all_to_all`. own_first: a
+    rank's own results lie before those that come home, with `all_to_all` and rows of tokens alone.
     """
 
     mode: str
@@ -26,6 +27,7 @@ class TableSpec:
     num_experts: int
     block: int | None = None
     back: int | None = None
+    own_first: bool = False
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, ("all_to_all", "padded", "all_gather"))
@@ -34,6 +36,8 @@ class TableSpec:
             set_integer(self, name, 1, INT32_LIMIT)
         if self.mode == "all_gather" and self.rows != "tokens":
             raise InvalidInput(f"rows must be 'tokens' with mode='all_gather', got {self.rows!r}; pass 'tokens'")
+        if self.own_first and (self.mode, self.rows) != ("all_to_all", "tokens"):
+            raise InvalidInput(f"own_first must be False with mode={self.mode!r} and rows={self.rows!r}; leave it out")
         for name in ("block", "back"):
             value = getattr(self, name)
             if (value is None) != (self.mode == "all_to_all"):

@@ -124,6 +124,11 @@ class _Pushed(_MoE):
         super().__init__(kind, *operators)
         self._pushing = pushing
 
+    def saved(self, ctx: Any, tensors: dict[str, Any], results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        # Addresses may be written when a backward begins: no hook may copy them, and no checkpoint make others.
+        ctx.gradients_at = tensors["gradients_at"]
+        return super().saved(ctx, tensors | {"gradients_at": None}, results)
+
     def backwards(self, known: dict[str, Any]) -> tuple[Operator, Operator]:
         known["results_at"] = known["gradients_at"]
         return super().backwards(known) if known["gradients_at"] is None else self._pushing
@@ -131,8 +136,9 @@ class _Pushed(_MoE):
     def gradients(
         self, ctx: Any, saved: dict[str, Any], upstream: list[torch.Tensor | None], asked: list[str]
     ) -> dict[str, torch.Tensor]:
+        saved |= {"gradients_at": ctx.gradients_at}
         gradients = super().gradients(ctx, saved, upstream, asked)
-        if "x" in gradients and saved["gradients_at"] is not None:
+        if "x" in gradients and ctx.gradients_at is not None:
             gradients["x"] = _stand_in(gradients["x"], saved["x"])
         return gradients
 

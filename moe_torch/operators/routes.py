@@ -43,8 +43,8 @@ def _send_tables(
     tokens: MaybeTensor, limits: MaybeTensor, spec: TableSpec, rank: int,
 ) -> list[Tensor]: ...  # fmt: skip
 def _receive_tables(
-    *, came: Tensor, header: MaybeTensor, lost: MaybeTensor, counts: MaybeTensor, x: MaybeTensor, spec: TableSpec,
-    rank: int, top_k: int, num_rows: int, num_tokens: int,
+    *, came: Tensor, header: MaybeTensor, lost: MaybeTensor, counts: MaybeTensor, results: MaybeTensor,
+    spec: TableSpec, rank: int, top_k: int, num_rows: int, num_tokens: int,
 ) -> list[Tensor]: ...  # fmt: skip
 # First what differs between a home's call and an owner's: calls are known by it.
 def _take_rows(*, slot_of_row: Tensor, x: Tensor, table: MaybeTensor, each: int) -> Tensor: ...
@@ -60,6 +60,10 @@ SEND_TABLES = Operator(
 RECEIVE_TABLES = Operator(
     _receive_tables,
     in_records(plan_receive_tables, operands=ReceiveOperands),
-    lambda call: _typed(receive_shapes(call.num_rows, call.num_tokens, call.spec, call.x)),
+    lambda call: _typed(
+        receive_shapes(
+            call.num_rows, call.num_tokens, call.spec, len(call.came), None if call.results is None else call.top_k
+        )
+    ),
 )
 TAKE_ROWS = Operator(_take_rows, _take_plan, _taken)

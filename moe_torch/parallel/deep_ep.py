@@ -145,6 +145,9 @@ class BufferRoutes:
 
         return total
 
+    def begin_gradients(self) -> None:
+        """The handle has all that a backward needs."""
+
     def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
         assert not stored, "owners return the gradients of rows"
         rows = self.ids.new_zeros((len(self.ids), _columns(self.call)), dtype=torch.bfloat16)

@@ -240,9 +240,12 @@ class Exchange:
             own = None if brought.adapter_ids is None else routes.push_ids(brought.adapter_ids)
             del brought
             results_at = routes.results_at() if stored else None
-            result = owner(rows, TopK(routes.ids, row_weights), routes.group_tokens, results_at, own)
+            stores_gradients = results_at is not None and owner.stores_gradients
+            gradients_at = routes.gradients_at(results_at) if stores_gradients else None
+            arrived = rows, TopK(routes.ids, row_weights), routes.group_tokens
+            result = owner(*arrived, results_at, own, gradients_at)
             # Without training, rows that come home can use this memory.
-            del rows
+            del rows, arrived
             dense_rows = dense_of_parts() if dense_of_parts else (None, None)
             output = combine(routes, result.output, dense_rows, of_parts, stored=stored)
             if lora is None:

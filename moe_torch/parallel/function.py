@@ -67,6 +67,7 @@ class Combine(torch.autograd.Function):
         # Activation checkpointing runs the forward again here, before anything is sent: the forward's rows go where the
         # gradient's would arrive.
         _ = ctx.saved_tensors
+        ctx.routes.begin_gradients()
         if ctx.needs_input_grad[1]:
             values = d_y.to(ctx.dtype).contiguous()
             ctx.routes.call.begin_backward(values.device)

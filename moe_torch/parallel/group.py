@@ -101,17 +101,20 @@ class Ranks:
         """Rows `[R, ...]` from every rank, in order, from each one's first. With memory, R is at least that."""
         return self.start_all_to_all(rows, what, way)()
 
-    def start_all_to_all(self, rows: torch.Tensor, what: str, way: Way = _EQUALLY) -> Arriving:
+    def start_all_to_all(
+        self, rows: torch.Tensor, what: str, way: Way = _EQUALLY, into: torch.Tensor | None = None
+    ) -> Arriving:
+        """into: where rows arrive, and what the result returns."""
         (sent, received, memory), count, going = way, rows.shape[0], rows.contiguous()
         splits: tuple[Sequence[int], Sequence[int]] = (), ()
         if sent is not None and received is not None:
             count, leaving, splits = sum(received), sum(sent), (received, sent)
             going = going if leaving == rows.shape[0] else going[:leaving]
         most = max(count, memory or 0)
-        if self.size == 1 and most <= rows.shape[0]:
+        if self.size == 1 and most <= rows.shape[0] and into is None:
             # Nothing travels.
             return (lambda: rows) if most == rows.shape[0] else functools.partial(rows.narrow, 0, 0, most)
-        came = buffer((most, *rows.shape[1:]), rows.dtype, rows.device)
+        came = buffer((most, *rows.shape[1:]), rows.dtype, rows.device) if into is None else into
         arrays = _moved(came if count == most else came[:count]), _moved(going)
         return self._start("all_to_all", what, came, _ALL_TO_ALL, *arrays, *splits)
 

@@ -14,11 +14,12 @@ from moe_core.parallel.exchange import levels_of
 from moe_core.parallel.header import Header
 from moe_torch.parallel import exchange
 from moe_torch.parallel.calls.blocks import Blocks
+from moe_torch.parallel.calls.counted import Counted
 from moe_torch.parallel.deep_ep import BufferPlanner
 from moe_torch.parallel.group import Arriving, Ranks
 from moe_torch.parallel.peer.chunks import PeerPlanner
 from moe_torch.parallel.route import ExchangeCall, Planner
-from moe_torch.parallel.routes import CollectiveRoutes, Counted, take_slots
+from moe_torch.parallel.routes import CollectiveRoutes, take_slots
 from moe_torch.parallel.tensor import counts_of
 
 _TOKENS = Header._fields.index("tokens")
@@ -94,14 +95,14 @@ class HostPlanner(Planner):
         places, _ = exchange.physical_ids(self.ids, placement, **options)
         of_hosts, of_host = levels_of(placement, outer.size)
         # Between hosts.
-        planner = _Level(self._level(outer, of_hosts, len(places)), places.int(), self.weights, None)
+        planner = _Level(self._level(outer, of_hosts, len(places)), places.int(), self.weights, None, returns=True)
         between = planner.start()()
         local, bits = planner.came.chunk(2, dim=1)
         local = local - outer.rank * of_host.num_experts
         local = torch.where((local >= 0) & (local < of_host.num_experts), local, -1)
         # Inside this one.
         call_inside = self._level(inner, of_host, len(local))
-        inside = _Level(call_inside, local, bits.contiguous().view(torch.float32), None).start()()
+        inside = _Level(call_inside, local, bits.contiguous().view(torch.float32), None, returns=True).start()()
         assert between.slots is not None and inside.slots is not None and between.out.received is not None
         # An owner's sums need rows by home, and they arrived by gateway.
         homes = torch.zeros(len(local), 1, device=device)  # fp32, as rows are
@@ -139,4 +140,6 @@ def plan_routes(
         return BufferPlanner(call, ids, weights, token_mask)
     if call.levels is not None:
         return HostPlanner(call, ids, weights, token_mask)
-    return (Counted if call.plan.spec.mode == "all_to_all" else Blocks)(call, ids, weights, token_mask)
+    if call.plan.spec.mode == "all_to_all":
+        return Counted(call, ids, weights, token_mask, returns=returns)
+    return Blocks(call, ids, weights, token_mask)

@@ -45,11 +45,11 @@ class Owner:
         if steps is not None and self.lora is None and (step := steps.get(key)) is not None:
             self._expected = key, step, step.ready.begin(step.pointers(self.tensors))
 
-    def compute(self, came: Sequence[torch.Tensor]) -> None:
-        """Launch products that `expect` prepared for (ids, weights, ..., rows); `__call__` then returns the results."""
+    def compute(self, *addresses: int) -> None:
+        """Launch products that `expect` prepared, of rows, ids, weights and results_at; `__call__` then returns."""
         if self._expected is not None:
             key, step, begun = self._expected
-            step.change(begun.pointers, came[-1].data_ptr(), came[0].data_ptr(), came[1].data_ptr())
+            step.change(begun.pointers, *addresses)
             self._done = key, begun.run()
 
     def __call__(
@@ -59,8 +59,10 @@ class Owner:
         group_tokens: int,
         results_at: torch.Tensor | None = None,
         adapter_ids: torch.Tensor | None = None,
+        gradients_at: torch.Tensor | None = None,
     ) -> MoEOutput:
-        """Compute rows of slots, or of tokens with all their ids. results_at: to store results, not return them."""
+        """Compute rows of slots, or of tokens with all their ids. results_at: to store results, not return them.
+        gradients_at: to store gradients, None: at results_at."""
         key, steps = ("owner", len(rows), group_tokens), self.steps
         if self._done is not None:
             (done, (output, *counts)), self._done = self._done, None
@@ -76,7 +78,7 @@ class Owner:
             with hidden():
                 result = ops.moe(rows, self.experts, routing, spec, lora=self.lora, adapter_ids=adapter_ids)
         else:
-            gradients_at = results_at if self.stores_gradients else None
+            gradients_at = results_at if self.stores_gradients and gradients_at is None else gradients_at
             result = peer_ops.experts_push(rows, self.experts, routing, spec, results_at, gradients_at=gradients_at)
         if steps is not None:
             adapters = {} if self.lora is None else {"lora": self.lora, "adapter_ids": adapter_ids}

@@ -117,7 +117,6 @@ class Routes(Protocol):
     def overflow(self) -> torch.Tensor: ...
     @property
     def call(self) -> ExchangeCall: ...
-
     def start_push(self, values: torch.Tensor, what: str) -> Arriving:
         """Send rows of tokens, `[T, D]`. The result waits and returns arrived rows, `[R, D]`."""
         ...
@@ -128,6 +127,10 @@ class Routes(Protocol):
 
     def start_total(self, rows: torch.Tensor | None, what: str) -> Total:
         """Send the results of slots home, `[R, D]`. None: experts have stored them."""
+        ...
+
+    def begin_gradients(self) -> None:
+        """Called before a backward's first message."""
         ...
 
     def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:

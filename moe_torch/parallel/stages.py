@@ -141,7 +141,7 @@ def dispatch(
         ranks, levels = parallel.ranks(where, True), parallel.levels(where, True)
         call = ExchangeCall(ranks, plan, None, 0, number, levels, parallel.buffer)
         require_ranks(placement, call.ranks)
-        planner = plan_routes(call, ids, weights, token_mask)
+        planner = plan_routes(call, ids, weights, token_mask, returns=True)
     except Exception:
         tell_peers(parallel, placement, x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
         raise

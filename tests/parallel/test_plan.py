@@ -145,7 +145,6 @@ def test_sizes_of_buffers() -> None:
         ("received rows", 8192, False),
         ("received ids", 1024, False),
         ("received weights", 1024, False),
-        ("rows by slot", 16384, False),
         ("results", 16384, False),
         ("returned results", 8192, False),
     ]
@@ -169,10 +168,11 @@ def test_sizes_of_buffers() -> None:
     assert direct.peak() == 8192 + 2048 + 8192 + 2048
     assert plan_of(ExchangeSpec("peer"), training=True).peak() == 8192 + 3072 + 8192 + 8192 + 2048
     plan = plan_of(ExchangeSpec())
-    # Rows by slot and results, then results, those that came home and the output.
-    assert plan.peak() == 2048 + 2 * 16384 and plan.peak(scratch=100) == plan.peak() + 100
-    assert plan_of(ExchangeSpec(), training=True).peak() == 2048 + 2 * 16384 + 8192 + 2048
+    # Received rows, results and room for those that come home, and then the output.
+    assert plan.peak() == 2048 + 8192 + 16384 + 8192 and plan.peak(scratch=100) == plan.peak() + 100
+    assert plan_of(ExchangeSpec(), training=True).peak() == 2048 + 8192 + 16384 + 8192 + 2048
     assert plan.peak(10, 20) == 10 * 2 * 4 * 4 + 20 * 128 + 8192 + 2048, "the fewer come, the more home weighs"
+    assert plan.peak(10, 20) - plan.peak(10, 20, own=5) == 5 * 128, "a rank's own results are at home"
     assert f"peak       {plan.peak()} bytes at once" in plan.explain()
     bounded = plan_of(ExchangeSpec(receive=20))
     assert bounded.buffers[1].bytes == 20 * 128 and "bound      20 rows received; more" in bounded.explain()

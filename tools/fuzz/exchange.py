@@ -270,7 +270,7 @@ def _tables(case: Case, given: dict[str, Any], device: torch.device) -> dict[str
         sizes = {"top_k": K, "num_rows": count, "num_tokens": len(given["ids"][rank])}
         names = ("own ids", "own weights") + ("own slots",) * case.by_token + ("spoilt",) * (header[0] is not None)
         tables = operators.RECEIVE_TABLES.call(
-            came=came, header=header[0], lost=header[1], counts=header[2], x=None, spec=spec, rank=rank, **sizes
+            came=came, header=header[0], lost=header[1], counts=header[2], results=None, spec=spec, rank=rank, **sizes
         )
         found |= {f"{name} {rank}": array for name, array in zip(names, tables, strict=True)}
     return found

@@ -107,11 +107,11 @@ class ReceiveOperands(NamedTuple):
     came int32: with `all_to_all` `[R, width]`, for each row of tokens, possibly strided; else `[W, 8 + rows * width]`,
     each rank's message. header int32 `[8]`: this rank's, except with `all_to_all`. lost bool `[T]`: tokens of this rank
     already spoilt. counts int32 `[W, 10]`, with `all_to_all` alone: of each rank, header, rows and slots that arrive.
-    x `[R, D]`, with counts alone: the rows of came, possibly strided.
+    results `[1, D]`, with counts alone: the first row of the memory of slots' results, which is not read.
     """
 
     came: Any
     header: Any = None
     lost: Any = None
     counts: Any = None
-    x: Any = None
+    results: Any = None

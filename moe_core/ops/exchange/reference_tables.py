@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands, record_of
-from moe_core.ops.reduction.reference import gather_rows
 from moe_core.specs.exchange import TableSpec
 
 
@@ -50,6 +49,9 @@ def send_tables(arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int)
         begin = limits[1]
     else:
         begin = np.cumsum(arrived) - arrived
+        if spec.own_first:
+            begin = begin + np.where(np.arange(len(arrived)) < rank, arrived[rank], 0)
+            begin[rank] = 0
     row_of_slot = np.where(fits, begin[owner] + result, -1).astype(np.int32).reshape(-1)
     lost = ((places >= 0) & ~fits).any(axis=1)
     counted = arrived
@@ -111,7 +113,7 @@ def _numbers(groups: np.ndarray, owner: np.ndarray, num_ranks: int) -> tuple[np.
 def receive_tables(
     arrays: Mapping[str, np.ndarray], *, spec: TableSpec, rank: int, top_k: int, num_rows: int, num_tokens: int
 ) -> tuple[np.ndarray, ...]:
-    came, header, lost, counts, x = record_of(ReceiveOperands, arrays)
+    came, header, lost, counts, results_memory = record_of(ReceiveOperands, arrays)
     behind = 0 if header is None else len(header)
     width = spec.width(top_k) // 2
     table = came[:, behind:].reshape(-1, 2, width)
@@ -139,10 +141,24 @@ def receive_tables(
         own_ids[placed, 0] = ids.reshape(-1)[slot_of_row[placed]]
         own_weights[placed, 0] = weights.reshape(-1)[slot_of_row[placed]]
         results = [own_ids, own_weights, slot_of_row]
+    if results_memory is not None:
+        assert counts is not None, "rows of blocks are not counted"
+        return _addressed(ids, weights, results[2], counts[:, -1], rank, results_memory)
     if header is not None:
         agree = bool((came[:, :behind] == header).all())
         spoilt = np.full(num_tokens, not agree)
         results.append(spoilt if lost is None else spoilt | lost)
-    if x is not None:
-        results.append(gather_rows(x, results[2], top_k=top_k, stride=x.shape[1], first=0))
     return tuple(results)
+
+
+def _addressed(
+    ids: np.ndarray, weights: np.ndarray, slots: np.ndarray, counts: np.ndarray, rank: int, memory: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Tables of rows as they came. slots: in order, -1 behind the last."""
+    placed, first = slots[slots >= 0], counts[:rank].sum()
+    own = placed[first : first + counts[rank]]
+    ordered = np.concatenate([placed[:first], placed[first + counts[rank] :], own])
+    results_at, slot_of_row = np.zeros(ids.size, np.int64), np.full_like(slots, -1)
+    results_at[ordered] = memory.ctypes.data + np.arange(len(ordered)) * memory.strides[0]
+    slot_of_row[: len(ordered)] = ordered
+    return ids, weights, slot_of_row, results_at

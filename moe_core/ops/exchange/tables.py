@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_core.base import INT32_LIMIT, ArraySpec, Target, dtypes, keep_plans, padded, require_spec, row_stride
 from moe_core.base.checks import as_integer, require_at_least, require_kind
 from moe_core.errors import InvalidInput, Unsupported
@@ -12,7 +10,6 @@ from moe_core.ops.exchange.kernels import places as place_kernels
 from moe_core.ops.exchange.kernels import receive_tables as receive_kernels
 from moe_core.ops.exchange.kernels import send_tables as send_kernels
 from moe_core.ops.exchange.operands import ReceiveOperands, SendOperands
-from moe_core.ops.reduction.rowwise import launch_gather
 from moe_core.ops.routing.layout import require_experts
 from moe_core.plan import LaunchPlan, PlanBuilder, declare_kernel, passed
 from moe_core.specs import LayoutSpec
@@ -53,8 +50,8 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     slot, owner after owner. Inputs in the order of `SendOperands`. Outputs, int32 unless said:
 
     - places `[T, K]`: physical ids, -1: none. invalid_ids `[1]`: ids outside [-1, E). tokens_per_expert `[E]`.
-    - row_of_slot `[T * K]`: among the rows that come home, -1: none. lost bool `[T]`: a slot has a place and no such
-      row.
+    - row_of_slot `[T * K]`: among the rows that come home, -1: none; with own_first, this rank's experts' lie before
+      the others. lost bool `[T]`: a slot has a place and no such row.
     - counted `[W]`, by owner: with `all_to_all` the slots that arrive there, else rows and results without room.
     - message: header, then with `all_to_all` `[W, 8 + counts]` each owner's counts of `TableSpec`; with `all_gather`
       `[8 + T * 2K]` the places and weights of each token; with `padded` `[W, 8 + block_rows * width]` those of each
@@ -105,10 +102,10 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
         builder.scratch("groups", ids)
     constants = passed(MODE=spec.mode, BY_SLOT=spec.by_slot, PER_RANK=spec.per_rank, NUM_EXPERTS=spec.num_experts)
     constants |= passed(TOP_K=top_k, SENT=sent)
+    sizes = passed(num_tokens=num_tokens, block_tokens=block_tokens, rank=rank, num_ranks=spec.num_ranks)
     tiles = passed(RANKS=ranks, SENDS=sends, EXPERTS=experts, BLOCK_T=block_t, COLUMNS=columns)
     arguments = builder.pointers("ids", "token_mask", "places_of_experts", "start", "tokens", "places", "groups")
-    arguments |= builder.pointers("block_counts", "block_invalid")
-    arguments |= passed(num_tokens=num_tokens, block_tokens=block_tokens, rank=rank, num_ranks=spec.num_ranks)
+    arguments |= builder.pointers("block_counts", "block_invalid") | sizes
     warps = 4 if max(sends, experts) <= 1024 else 8
     builder.launch(COUNT_SENDS, (blocks,), arguments | constants | tiles, warps)
     rows = 0 if gathers else builder.spec("slot_of_row").size
@@ -117,10 +114,9 @@ def plan_send_tables(operands: SendOperands, spec: TableSpec, rank: int, target:
     programs = max(blocks, min(wanted, _INTERPRETER_BLOCKS + 1 if target.interpreted else target.num_sms))
     arguments = builder.pointers("weights", "header", "limits", "places", "groups", "block_counts", "block_invalid")
     arguments |= builder.pointers("invalid_ids", "tokens_per_expert", "row_of_slot", "lost", "counted", "message")
-    arguments |= builder.pointers("slot_of_row", "table")
-    arguments |= passed(num_tokens=num_tokens, block_tokens=block_tokens, num_blocks=blocks, num_ranks=spec.num_ranks)
-    arguments |= passed(num_rows=rows, block=spec.block or 0, back=spec.back or 0)
-    arguments |= passed(block_rows=spec.block_rows, back_rows=spec.back_rows)
+    arguments |= builder.pointers("slot_of_row", "table") | sizes
+    arguments |= passed(num_blocks=blocks, num_rows=rows, block=spec.block or 0, back=spec.back or 0)
+    arguments |= passed(block_rows=spec.block_rows, back_rows=spec.back_rows, OWN_FIRST=spec.own_first)
     block_b = max(1, min(32, _COUNTS[target.engine] // max(sends, experts, ranks)))
     arguments |= constants | passed(HEADER=HEADER) | tiles | passed(BLOCK_B=block_b, BLOCK_FILL=fill)
     builder.launch(PLACE_SENDS, (programs,), arguments, warps)
@@ -169,12 +165,14 @@ def plan_receive_tables(
     num_rows: M, the slots that there is memory for; with blocks W * back_rows. num_tokens: T. With rows of tokens every
     slot gets a row, by (source, token, k); with blocks at most `back` of a source, from a multiple of back_rows on.
 
-    Inputs: came, [header], [lost], [counts], [x]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1: none;
-    weights fp32 `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those that
-    came, K for each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header; with x y
-    `[M, D]`, each slot's row, zeros without one.
+    Inputs: came, [header], [lost], [counts], [results]. Outputs: ids int32 `[M, 1]`, the expert here of each slot, -1:
+    none; weights fp32 `[M, 1]`, 0 without an expert; with rows of tokens slot_of_row int32 `[M]`, the slot among those
+    that came, K for each row, -1: none; with header spoilt bool `[T]`: lost, or a rank sent another header.
+
+    With results, ids and weights are of the R rows that came, `[R, K]`. Slots of this rank's own tokens are behind all
+    others in slot_of_row, and results_at int64 `[R * K]` is the address of a slot's row there, 0: none.
     """
-    came, header, lost, counts, x = operands
+    came, header, lost, counts, results = operands
     require_kind("spec", spec, TableSpec)
     rank = as_integer("rank", rank, 0, spec.num_ranks)
     for name, value, least in (("top_k", top_k, 1), ("num_rows", num_rows, 0), ("num_tokens", num_tokens, 0)):
@@ -187,8 +185,10 @@ def plan_receive_tables(
     each, rest = (came.shape[0], 0) if counted else divmod(came.shape[1] - HEADER, width)
     if rest or each < 0:
         raise InvalidInput(f"came must have {HEADER} + n * {width} columns, got {came}; pass the messages that came")
-    if x is not None and not counted:
-        raise InvalidInput(f"x must be None unless mode='all_to_all', got {x} with {spec.mode!r}; leave it out")
+    if results is not None and not counted:
+        raise InvalidInput(
+            f"results must be None unless mode='all_to_all', got {results} with {spec.mode!r}; leave it out"
+        )
     for name, array, wanted in (("header", header, not counted), ("counts", counts, counted)):
         if (array is not None) != wanted:
             raise InvalidInput(
@@ -205,13 +205,13 @@ def plan_receive_tables(
     ):
         if array is not None:
             require_spec(name, array, shape, dtype)
-    if x is not None:
-        row_stride("x", require_spec("x", x, (each, "d_model"), dtypes.MATMUL_DTYPES, contiguous=False))
+    if results is not None:
+        require_spec("results", results, (1, "d_model"), dtypes.MATMUL_DTYPES)
     builder = PlanBuilder("receive_tables", target)
     present = builder.inputs(operands._asdict())
     outputs = [
         builder.output(name, ArraySpec(shape, dtype))
-        for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec, x)
+        for name, shape, dtype in receive_shapes(num_rows, num_tokens, spec, each, None if results is None else top_k)
     ]
     if not target.compiled:
         constants = {"spec": spec, "rank": rank, "top_k": top_k, "num_rows": num_rows, "num_tokens": num_tokens}
@@ -238,33 +238,31 @@ def plan_receive_tables(
         arguments |= passed(each=each, block_rows=block_rows, num_blocks=blocks, rank=rank, num_ranks=spec.num_ranks)
         arguments |= constants | passed(COLUMNS=columns, BLOCK_R=block_r)
         builder.launch(COUNT_RECEIVED, (blocks, sources), arguments)
-    arguments = builder.pointers("came", "header", "lost", "counts", "block_counts", "ids", "weights", "slot_of_row")
-    arguments |= builder.pointers("spoilt")
+    arguments = builder.pointers("came", "header", "lost", "counts", "results", "block_counts", "ids", "weights")
+    arguments |= builder.pointers("slot_of_row", "results_at", "spoilt")
+    row_bytes = 0 if results is None else results.shape[1] * dtypes.itemsize(results.dtype)
     arguments |= passed(num_sources=sources, each=each, block_rows=block_rows, num_blocks=blocks, num_tokens=num_tokens)
     stride = num_rows if counted else spec.back_rows
     arguments |= passed(rank=rank, num_ranks=spec.num_ranks, most=num_rows if counted else spec.back, stride=stride)
+    arguments |= passed(row_bytes=row_bytes)
     arguments |= constants | passed(SOURCES=padded_sources, COLUMNS=columns, BLOCK_R=block_r)
     arguments |= passed(BLOCK_B=64 if target.on_gpu else 2, BLOCK_FILL=block)
     builder.launch(PLACE_RECEIVED, (blocks, sources), arguments)
-    if x is not None:
-        launch_gather(builder, x, num_rows, top_k, x.shape[1])
     return builder.build()
 
 
 def receive_shapes(
-    num_rows: int, num_tokens: int, spec: TableSpec, x: Any = None
+    num_rows: int, num_tokens: int, spec: TableSpec, came: int, top_k: int | None
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """x: an ArraySpec or a tensor. The dtype of y is that of x."""
-    shapes: list[tuple[str, tuple[int, ...], str]] = [
-        ("ids", (num_rows, 1), "int32"),
-        ("weights", (num_rows, 1), "float32"),
-    ]
+    """came: rows. top_k: with results, else None."""
+    listed = (num_rows, 1) if top_k is None else (came, top_k)
+    shapes: list[tuple[str, tuple[int, ...], str]] = [("ids", listed, "int32"), ("weights", listed, "float32")]
     if not spec.by_slot:
         shapes.append(("slot_of_row", (num_rows,), "int32"))
     if spec.mode != "all_to_all":
         shapes.append(("spoilt", (num_tokens,), "bool"))
-    if x is not None:
-        shapes.append(("y", (num_rows, x.shape[1]), x.dtype))
+    if top_k is not None:
+        shapes.append(("results_at", (came * top_k,), "int64"))
     return shapes
 
 

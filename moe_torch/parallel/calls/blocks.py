@@ -47,7 +47,8 @@ class Blocks(RoutesPlanner):
         came = (ranks.all_gather if spec.mode == "all_gather" else ranks.all_to_all)(tables.message, _MESSAGE)
         lost = tables.lost if self.plan.spec.on_overflow != "drop" else None
         back, group, ways = ranks.size * spec.back_rows, ranks.size * self.num_tokens, (Way(), Way())
-        *owner, spoilt = self.received(came, ranks.size * spec.block_rows if spec.by_slot else back, self.header, lost)
+        rows = ranks.size * spec.block_rows if spec.by_slot else back
+        *owner, spoilt = self.received(came, rows, header=self.header, lost=lost)
         return self.routes(
             tables, ways, owner, back, spoilt=spoilt, group_tokens=group,
             excess=functools.partial(_overflow, ranks, tables.counted),
@@ -63,7 +64,7 @@ class Blocks(RoutesPlanner):
             return
         keys: tuple[Any, ...] = (
             ("send", True, True), ("leaving rows", (self.num_tokens, width), rows),
-            ("receive", spec.num_ranks, back, True), ("rows", (rows, width), back),
+            ("receive", spec.num_ranks, back, False), ("rows", (rows, width), back),
             ("owner", back, routes.group_tokens), ("total", (back, width), routes.at_home.spec, dtype, True, True),
         )  # fmt: skip
         found = [one for one in map(steps.get, keys) if one is not None]

@@ -81,13 +81,36 @@ def expected(
     results = {"ids": ids, "weights": weights}
     if not spec.by_slot:
         results["slot_of_row"] = slot_of_row
-    if counted:
-        results["y"] = (slot_of_row[:, None] // top_k * 6 + np.arange(5)) * np.float32(1) * (slot_of_row >= 0)[:, None]
-        results["y"] = results["y"].astype(np.float32)
     if not counted:
         agree = (came[:, : len(HEADER)] == HEADER).all()
         results["spoilt"] = (lost if lost is not None else np.zeros(0, bool)) | ~agree
     return results
+
+
+def split_counts(came: np.ndarray, spec: TableSpec, owner: int, top_k: int) -> np.ndarray:
+    """Rows and slots of each rank, as if ranks had sent about equally many rows."""
+    here = _here(came[:, :top_k], spec, owner).sum(1)
+    return np.array([(len(rows), rows.sum()) for rows in np.array_split(here, spec.num_ranks)])
+
+
+def check_stored(
+    stored: dict[str, np.ndarray], plain: dict[str, np.ndarray], counts: np.ndarray, owner: int, rows: int, top_k: int
+) -> None:
+    """Where each slot's result is stored: the owner's own behind all others."""
+    slots, first = plain["slot_of_row"], counts[:owner, -1].sum()
+    own = slots[first : first + counts[owner, -1]]
+    placed = np.concatenate([slots[:first], slots[first + len(own) :][: (slots >= 0).sum() - first - len(own)], own])
+    wanted = {"slot_of_row": np.full_like(slots, -1), "ids": np.full((rows, top_k), -1, np.int32)}
+    wanted |= {"weights": np.zeros((rows, top_k), np.float32), "results_at": np.zeros(rows * top_k, np.int64)}
+    wanted["slot_of_row"][: len(placed)] = placed
+    present = slots >= 0
+    for name in ("ids", "weights"):
+        wanted[name].reshape(-1)[slots[present]] = plain[name][present, 0]
+    first_address = stored["results_at"][placed[0]] if len(placed) else 0
+    wanted["results_at"][placed] = first_address + 16 * np.arange(len(placed))
+    assert set(stored) == set(wanted) and first_address % 16 == 0
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(stored[name], array, err_msg=name, strict=True)
 
 
 def check(
@@ -106,22 +129,28 @@ def check(
     else:
         # Rows lie apart, and behind the last one is anything.
         arrays["counts"] = np.full((spec.num_ranks, len(HEADER) + 2), 9, np.int32)
-        arrays["counts"][:, -2] = [len(came), *[0] * (spec.num_ranks - 1)]
+        arrays["counts"][:, -2:] = split_counts(came, spec, owner, top_k)
         arrays["came"] = np.full((len(came) + 3, came.shape[1] + 5), owner * spec.per_rank, np.int32)[
             :, : came.shape[1]
         ]
         arrays["came"][: len(came)] = came
-        arrays["x"] = np.arange(6 * len(arrays["came"]), dtype=np.float32).reshape(-1, 6)[:, :5]
     if lost is not None:
         arrays["lost"] = lost
-    specs = {name: spec_of(array) for name, array in arrays.items()}
     num_tokens = 0 if lost is None else len(lost)
     options = {"spec": spec, "rank": owner, "top_k": top_k, "num_rows": num_rows, "num_tokens": num_tokens}
-    found = run_plan(plan_receive_tables(**specs, **options, target=target), arrays)
+
+    def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        specs = {name: spec_of(array) for name, array in arrays.items()}
+        return run_plan(plan_receive_tables(**specs, **options, target=target), arrays)
+
+    found = run(arrays)
     wanted = expected(came, spec, owner, top_k, num_rows, lost) if wanted is None else wanted
     assert set(found) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=f"{name}, {spec}", strict=True)
+    if spec.mode == "all_to_all":
+        stored = run(arrays | {"results": np.zeros((1, 8), np.float16)})
+        check_stored(stored, wanted, arrays["counts"], owner, len(arrays["came"]), top_k)
 
 
 @on_engines
@@ -208,7 +237,8 @@ def test_wrong_arguments() -> None:
         *(({name: -1}, f"{name} must be") for name in ("num_rows", "num_tokens")),
         ({"spec": TableSpec("all_to_all", "slots", 2, 2, 4)}, "rows must be 'tokens' with mode='all_to_all'"),
         ({"spec": TableSpec("all_to_all", "tokens", 2, 2, 4), "came": ArraySpec((5, 4), "int32"), "header": None,
-          "counts": ArraySpec((2, 10), "int32"), "x": ArraySpec((4, 6), "float32")}, r"x must be \[5, d_model\]"),
+          "counts": ArraySpec((2, 10), "int32"), "results": ArraySpec((4, 6), "float32")},
+         r"results must be \[1, d_model\]"),
     ):  # fmt: skip
         given = {"came": came, "spec": spec, "rank": 0, "top_k": 2, "num_rows": 6, "num_tokens": 3, "header": header}
         with pytest.raises(InvalidInput, match=match):

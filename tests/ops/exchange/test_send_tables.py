@@ -25,6 +25,7 @@ from tests.support.strategies import seeds
 ENGINES = (engine_target(), Target("reference"))
 plan_send_tables = in_records(tables.plan_send_tables, operands=SendOperands)
 on_engines = pytest.mark.parametrize("target", ENGINES, ids=lambda target: target.kind)
+STORED = ("all_to_all", "tokens")
 LOADS = ("random", "hot", "none", "invalid")
 
 pytestmark = pytest.mark.usefixtures("visible_poison")
@@ -54,6 +55,7 @@ def test_drawn_routings(target: Target, seed: int, way: tuple[str, str], load: s
     placement = placement_of(("linear", "round_robin", "balanced", "replicas")[seed % 4], experts, ranks, seed % 99)
     receive = int(random.integers(0, 3 * tokens + 1)) if way[0] == "padded" and seed % 3 else None
     spec = table_spec(way, placement, tokens, top_k, receive)
+    spec = dataclasses.replace(spec, own_first=way == STORED and seed % 3 > 0)
     sends = draw_sends(seed, placement, spec, tokens, top_k, load, masked=masked)
     if way[0] == "all_to_all" and seed % 2:
         limits = random.integers(0, tokens + 2, (2, ranks)).astype(np.int32)
@@ -66,9 +68,10 @@ def test_drawn_routings(target: Target, seed: int, way: tuple[str, str], load: s
 @pytest.mark.parametrize("tokens, top_k", [(400, 1), (70, 6), (130, 5)])
 def test_several_blocks(target: Target, way: tuple[str, str], tokens: int, top_k: int) -> None:
     """More tokens than a program takes, and numbers of slots that fill no tile."""
-    for seed, load in enumerate(("random", "hot")):
+    for seed, load in enumerate(("random", "hot", "random", "random")[: 4 if way == STORED else 2]):
         placement = placement_of("round_robin", 9, 4)
         spec = table_spec(way, placement, tokens, top_k, 2 * tokens if way[0] == "padded" else None)
+        spec = dataclasses.replace(spec, own_first=seed > 1)
         sends = draw_sends(seed, placement, spec, tokens, top_k, load, masked=True)
         if way[0] == "all_to_all" and load == "hot":
             sends.arrays["limits"] = np.array([[0, 7, tokens, 3], [5, 100, 0, 7]], np.int32)
@@ -142,6 +145,8 @@ def test_wrong_arguments() -> None:
         dataclasses.replace(spec, block=3)
     with pytest.raises(InvalidInput, match="rows must be 'tokens' with mode='all_gather'"):
         TableSpec("all_gather", "slots", 2, 2, 4, 3, 3)
+    with pytest.raises(InvalidInput, match="own_first must be False"):
+        TableSpec("all_to_all", "slots", 2, 2, 4, own_first=True)
     blocks = TableSpec("padded", "tokens", 2, 2, 4, 3, 3)
     with pytest.raises(Unsupported, match="limits are for mode 'all_to_all'"):
         plan_send_tables(**arrays, limits=ArraySpec((2, 2), "int32"), spec=blocks, rank=0, target=H200)

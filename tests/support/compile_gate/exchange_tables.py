@@ -29,7 +29,8 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
             ("all_gather", "tokens"),
         ):  # fmt: skip
             counted = mode == "all_to_all"
-            spec = TableSpec(mode, rows, ranks, each, experts, *(() if counted else (tokens, 2 * tokens)))
+            bounds, stores = () if counted else (tokens, 2 * tokens), counted and rows == "tokens" and number % 2 == 1
+            spec = TableSpec(mode, rows, ranks, each, experts, *bounds, own_first=stores)
             for limits in (None, ArraySpec((2, ranks), "int32")) if counted else (None,):
                 operands = SendOperands(ids, weights, places, start, header, mask, of_all, limits)
                 yield plan_send_tables(operands, spec, 1, target)
@@ -41,6 +42,6 @@ def plans(target: Target) -> Iterator[LaunchPlan]:
                 num_rows = ranks * (tokens if spec.by_slot else spec.back_rows)
             lost = ArraySpec((tokens,), "bool") if number % 2 and not counted else None
             counts = ArraySpec((ranks, 10), "int32") if counted else None
-            x = ArraySpec((tokens, 96), "bfloat16", (128, 1)) if counted and number % 2 else None
-            received = ReceiveOperands(came, None if counted else header, lost, counts, x)
+            results = ArraySpec((1, 96), "bfloat16") if stores else None
+            received = ReceiveOperands(came, None if counted else header, lost, counts, results)
             yield plan_receive_tables(received, spec, 1, top_k, num_rows, tokens, target)

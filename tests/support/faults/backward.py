@@ -187,6 +187,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("result_start = tl.load(limits + num_ranks + ranks", "result_start = tl.load(limits + ranks"),
         OpFault("tl.where(blocks < block, one, 0)", "tl.where(blocks <= block, one, 0)"),
         OpFault("group_start -= tl.gather(owner_start, of_group, 0)", "group_start -= 0"),
+        OpFault("tl.where(ranks < rank, own, 0)", "own"),
     ),
     "exchange.kernels.receive_tables": (
         OpFault("ids = place - rank * PER_RANK", "ids = place - rank * (PER_RANK - 1)"),
@@ -194,6 +195,8 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(gone > 0) | other", "gone > 0"),
         OpFault("placed = (local >= 0) & (number < most)", "placed = (local >= 0) & (number <= most - 2)"),
         OpFault("before += tl.where(blocks < block, slots, 0)", "before += slots * 0"),
+        OpFault("tl.where(number < first, 0, -own)", "-own"),
+        OpFault("number.to(tl.int64) * row_bytes", "number.to(tl.int64) * 4"),
     ),
     "routing.kernels.rounding": (
         OpFault("more = rest > 0", "more = rest > 1"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -122,5 +123,12 @@ def planned_peak(problem: Problem, way: ExchangeSpec, found: Allocated) -> int:
         shared = sum(buffer.bytes for buffer in plan.buffers if buffer.symmetric)
         return plan.peak(scratch=found.scratch) - shared
     here = owners_of(physical_ids(ids, placement).places, placement.per_rank) == found.rank
+    assert len(set(problem.tokens)) == 1
+    return plan.peak(*counts_of(here, found.rank, problem.tokens[0], way), scratch=found.scratch)
+
+
+def counts_of(here: np.ndarray, rank: int, tokens: int, way: ExchangeSpec) -> tuple[int, int, int]:
+    """Rows and slots that an owner receives, and slots of its own tokens. here bool `[W * tokens, K]`: of slots."""
     slots = int(here.sum())
-    return plan.peak(slots if way.rows == "slots" else int(here.any(axis=1).sum()), slots, scratch=found.scratch)
+    own = int(here[rank * tokens : (rank + 1) * tokens].sum())
+    return slots if way.rows == "slots" else int(here.any(axis=1).sum()), slots, own

@@ -92,6 +92,10 @@ def expected_tables(sends: Sends) -> dict[str, np.ndarray]:
         # Results begin where the limits say.
         shift = arrays["limits"][1] - (np.cumsum(counts) - counts)
         home = np.where(home < 0, -1, home + shift[np.maximum(owners, 0)])
+    elif spec.own_first:
+        moved = np.where(np.arange(spec.num_ranks) < rank, counts[rank], 0)
+        moved[rank] = -counts[:rank].sum()
+        home = np.where(home < 0, -1, home + moved[np.maximum(owners, 0)])
     elif spec.back is not None:
         owner = np.maximum(owners, 0)
         home = np.where(home < 0, -1, home + owner * (spec.back_rows - spec.back))

@@ -19,8 +19,9 @@ from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
 from moe_core.parallel.placement import gather_experts
 from moe_core.specs.operands import MoEOperands, map_arrays, named_fields
-from moe_torch.parallel import ExpertParallel, function, group, routes
+from moe_torch.parallel import ExpertParallel, group, routes
 from moe_torch.parallel import moe as parallel_moe
+from moe_torch.parallel.calls import counted
 from moe_torch.parallel.calls.compiled import Calls, across_ranks, traceable
 from moe_torch.parallel.forward import called
 from tests.support.modular.deep_ep import Buffer, ElasticBuffer
@@ -104,9 +105,9 @@ def broken(fault: str | None) -> Iterator[None]:
         "wrong_rows": (routes.RoutesPlanner, "tables"),
         "other_owner": (routes, "placement_tables"),
         "permuted_weights": (routes.RoutesPlanner, "received"),
-        "counts_off_by_one": (routes.Counted, "counted"),
-        "slots_not_in_order": (function.Combine, "forward"),
-        "gradient_not_returned": (routes.CollectiveRoutes, "start_pull"),
+        "counts_off_by_one": (counted.Counted, "counted"),
+        "slots_not_in_order": (routes.CollectiveRoutes, "start_total"),
+        "gradient_not_returned": (routes.CollectiveRoutes, "gradients"),
         "output_gradient_of_another": (routes.CollectiveRoutes, "start_push"),
     }[fault]
     real = getattr(owner, name)
@@ -114,13 +115,13 @@ def broken(fault: str | None) -> Iterator[None]:
     def wrong(*arguments: Any, **options: Any) -> Any:
         if fault == "counts_off_by_one":
             own, tables, counts, *rest = arguments
-            head, behind = counts.tensor_split([routes._HEADER], dim=-1)
+            head, behind = counts.tensor_split([counted._HEADER], dim=-1)
             return real(own, tables, torch.cat([head, (behind - 1).clamp(min=0)], -1), *rest)
         if fault == "slots_not_in_order":
-            ctx, at_home, *rest = arguments
-            order = at_home.at_home.row_of_slot.view(at_home.plan.tokens, -1).flip(1).reshape(-1)
-            layout = dataclasses.replace(at_home.at_home, row_of_slot=order)
-            return real(ctx, dataclasses.replace(at_home, at_home=layout), *rest)
+            own, *rest = arguments
+            order = own.at_home.row_of_slot.view(own.plan.tokens, -1).flip(1).reshape(-1)
+            layout = dataclasses.replace(own.at_home, row_of_slot=order)
+            return real(dataclasses.replace(own, at_home=layout), *rest)
         if fault == "output_gradient_of_another":
             own, values, what = arguments
             return real(own, values.flip(0) if what == "d_output" else values, what)
@@ -133,9 +134,9 @@ def broken(fault: str | None) -> Iterator[None]:
             return found[0] ^ 1, found[1]
         if fault == "permuted_weights":
             return [found[0], found[1].flip(0), *found[2:]]
-        return (lambda: found().flip(0)) if arguments[-1] == "d_x" else found
+        return found._replace(rows=found.rows.flip(0))
 
-    with mock.patch.object(owner, name, staticmethod(wrong) if name == "forward" else wrong):
+    with mock.patch.object(owner, name, wrong):
         yield
 
 
@@ -155,7 +156,8 @@ def run_rank(
     # A rank's GPU is its current one.
     engines = contextlib.nullcontext() if engine == "cuda" else running_on(engine)
     device = torch.device("cuda", torch.cuda.current_device()) if engine == "cuda" else "cpu"
-    planted = broken_peer if differentiated else broken_direct
+    planted: Any = broken_peer if differentiated else broken_direct
+    planted = planted if way.mode == "peer" else contextlib.nullcontext
     # Without gradients chunks run side by side; one chunk takes the way of a call whose arguments ask for none.
     recorded = torch.set_grad_enabled(differentiated or way.chunks == 1)
     with engines, recorded, poisoned(), broken(fault), planted(fault):

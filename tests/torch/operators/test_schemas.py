@@ -208,7 +208,7 @@ push_tokens_once(Tensor? x, Tensor ids, Tensor weights, Tensor header, Tensor? p
     Tensor(a!)? memory, str options) -> Tensor[]
 result_addresses(Tensor sources, Tensor group_start, Tensor slots_at, str options) -> Tensor
 quantize_rows(Tensor x, Tensor? static_scale, Tensor? used_by, str options) -> (Tensor, Tensor)
-receive_tables(Tensor came, Tensor? header, Tensor? lost, Tensor? counts, Tensor? x, str options) -> Tensor[]
+receive_tables(Tensor came, Tensor? header, Tensor? lost, Tensor? counts, Tensor? results, str options) -> Tensor[]
 reduce(Tensor y, Tensor row_of_slot, Tensor? shared, Tensor? shared_gate, str options) -> Tensor
 route(Tensor logits, Tensor? correction_bias, Tensor? token_mask, Tensor? given, str options) -> (Tensor, Tensor)
 route_backward(Tensor gradients_weights, Tensor logits, Tensor ids, Tensor? token_mask, str options) -> Tensor

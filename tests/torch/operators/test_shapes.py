@@ -77,13 +77,14 @@ def send_tables(*sizes: Any) -> Any:
 
 def receive_tables(mode: str, rows: str, *came: int) -> Any:
     spec = TableSpec(mode, rows, 2, 3, E, *(() if mode == "all_to_all" else (3, 7)))
-    header, counts, x = ones(8, dtype=torch.int32), None, None
+    header, counts, results = ones(8, dtype=torch.int32), None, None
     if mode == "all_to_all":
-        header, counts, x = None, ones(2, 10, dtype=torch.int32), ones(came[0], D)
+        # No row has arrived.
+        header, counts, results = None, torch.zeros(2, 10, dtype=torch.int32), ones(1, D)
     count = 11 if mode == "all_to_all" else 6 if rows == "slots" else 14
     tables = routes.RECEIVE_TABLES.call(
-        came=ones(*came, dtype=torch.int32), header=header, lost=None, counts=counts, x=x, spec=spec, rank=0, top_k=K,
-        num_rows=count, num_tokens=T,
+        came=ones(*came, dtype=torch.int32), header=header, lost=None, counts=counts, results=results, spec=spec,
+        rank=0, top_k=K, num_rows=count, num_tokens=T,
     )  # fmt: skip
     return tuple(tables)
 

@@ -25,9 +25,9 @@ from moe_core.plan.steps import KernelLaunch
 from moe_core.specs.operands import MoEOperands, TopK
 from moe_torch.bridge.operator import Operator
 from moe_torch.operators import routes as operators
-from moe_torch.parallel import ExpertParallel, routes
+from moe_torch.parallel import ExpertParallel
 from moe_torch.parallel import moe as parallel_moe
-from moe_torch.parallel.calls import joined, known
+from moe_torch.parallel.calls import counted, joined, known
 from moe_torch.parallel.calls.compiled import Calls
 from moe_torch.parallel.calls.known import Call, Step
 from moe_torch.parallel.forward import exchanged
@@ -201,7 +201,7 @@ def waits(group: Any, problem: Problem, way: ExchangeSpec) -> list[int]:
         for turn in range(4):
             x, experts, routing = to_torch((own.x, own.experts, own.routing))
             routing.ids[: 2 * (turn == 3)] = -1
-            read = mock.patch.object(routes, "read_by_host", wraps=routes.read_by_host)
+            read = mock.patch.object(counted, "read_by_host", wraps=counted.read_by_host)
             gather = mock.patch.object(Ranks, "start_all_gather", autospec=True, side_effect=Ranks.start_all_gather)
             with read as reads, gather as messages, mock.patch.object(ExchangeCall, "check"):
                 output = parallel_moe(x, experts, routing, problem.spec, **placed).output

@@ -365,3 +365,33 @@ def test_frozen_routers_weights_stay_until_a_backward(ranks: Pool, way: Exchange
     for own, one in zip(found, expected, strict=True):
         for array, other in zip(own, one, strict=True):
             np.testing.assert_array_equal(array, other, str(way))
+
+
+def gradients_of(group: Any, problem: Problem, how: str) -> list[np.ndarray]:
+    """Of x and this rank's experts, with the mode `all_to_all`."""
+    own = to_torch(problem.ranks()[torch.distributed.get_rank(group)], "cpu")
+    leaves = [own.x.requires_grad_(), *trained(own.experts).values()]
+    options: Any = {"parallel": parallel_of(group, ExchangeSpec(), problem), "placement": problem.placement}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return parallel_moe(x, own.experts, own.routing, problem.spec, **options).output
+
+    with running_on("reference"):
+        if how == "made again":
+            y = torch.utils.checkpoint.checkpoint(call, own.x, use_reentrant=False)
+        elif how == "copied":
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                y = call(own.x)
+        else:
+            y = call(own.x)
+        y.sum().backward()
+    return [one.grad.numpy() for one in leaves]
+
+
+@pytest.mark.parametrize("how", ["copied", "made again"])
+def test_saved_tensors_may_be_others(ranks: Pool, how: str) -> None:
+    problem = draw_problem(1, placement_of("linear", 6, 2, 0), (5, 5), 2, "random", "float32", PLAIN, sizes=(16, 8))
+    found, expected = (ranks.call(gradients_of, [(problem, one)] * 2) for one in (how, ""))
+    for own, plain in zip(found, expected, strict=True):
+        for array, other in zip(own, plain, strict=True):
+            np.testing.assert_array_equal(array, other, how)

@@ -19,7 +19,7 @@ from moe_core.specs.operands import RouterWeights
 from moe_torch.parallel import ExpertParallel, Rebalancer, moe
 from moe_torch.parallel.moving import MovingPlacement
 from tests.support.parallel.grid import Grid, require_close, require_grid_twin
-from tests.support.parallel.memory import Allocated, allocated, most_on_a_cpu
+from tests.support.parallel.memory import Allocated, allocated, counts_of, most_on_a_cpu
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Failed, Pool, ranks
 from tests.support.parallel.tensor import axes, run_grid, run_rank
@@ -176,12 +176,7 @@ def test_a_call_allocates_what_the_plan_says(ranks: Pool, way: ExchangeSpec) -> 
     grid = Grid(problem, 2)
     places = owners_of(physical_ids(problem.routing.ids, placement).places, placement.per_rank)
     for found in ranks.call(allocated_on_a_grid, [(grid, way)] * 4):
-        here = places == found.rank
-        counts = (
-            ()
-            if way.mode != "all_to_all"
-            else (int(here.sum() if way.rows == "slots" else here.any(axis=1).sum()), int(here.sum()))
-        )
+        counts = counts_of(places == found.rank, found.rank, 256, way) if way.mode == "all_to_all" else ()
         plan = plan_exchange(128, 3, 768, "bfloat16", placement, way, tensor=TensorSplit(2))
         # What ranks share is made once, and not by a call.
         shared = sum(buffer.bytes for buffer in plan.buffers if buffer.symmetric)

@@ -17,7 +17,7 @@ from moe_core.parallel import ExchangeSpec, TensorSplit, plan_exchange
 from moe_core.parallel.exchange import owners_of, physical_ids
 from moe_torch.parallel import ExpertParallel, moe
 from tests.support.parallel.grid import Grid, require_close
-from tests.support.parallel.memory import Allocated, allocated, most_on_a_gpu
+from tests.support.parallel.memory import Allocated, allocated, counts_of, most_on_a_gpu
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
 from tests.support.parallel.tensor import axes, run_grid
@@ -153,8 +153,7 @@ def test_a_call_allocates_what_the_plan_says(gpus: Pool, way: ExchangeSpec) -> N
     grid = Grid(problem, 2)
     places = owners_of(physical_ids(problem.routing.ids, placement).places, placement.per_rank)
     for found in gpus.call(allocated_on_a_gpu, [(grid, way)] * len(gpus.processes)):
-        here = places == found.rank
-        counts = (int(here.any(axis=1).sum()), int(here.sum())) if way.mode == "all_to_all" else ()
+        counts = counts_of(places == found.rank, found.rank, 2048, way) if way.mode == "all_to_all" else ()
         plan = plan_exchange(1024, 4, 1024, "bfloat16", placement, way, tensor=TensorSplit(2))
         # What ranks share is made once, and not by a call.
         shared = sum(buffer.bytes for buffer in plan.buffers if buffer.symmetric)

@@ -92,9 +92,22 @@ def count_received(
 
 
 @triton.jit
+def _own_last(number, counts, rank, num_ranks, COUNT: tl.constexpr, RANKS: tl.constexpr):
+    """Number slots anew, this rank's behind all others'. counts: as in `_filled`.
+
+    Example, rank 0 of two with 2 and 3 slots: 0..4 become 3, 4, 0, 1, 2.
+    """
+    ranks = tl.arange(0, RANKS)
+    slots = tl.load(counts + ranks * (COUNT + 2) + COUNT + 1, mask=ranks < num_ranks, other=0)
+    first, own = tl.sum(tl.where(ranks < rank, slots, 0), axis=0), tl.sum(tl.where(ranks == rank, slots, 0), axis=0)
+    is_own = (number >= first) & (number < first + own)
+    return number + tl.where(is_own, tl.sum(slots, axis=0) - first - own, tl.where(number < first, 0, -own))
+
+
+@triton.jit
 def place_received(
-    came, header, lost, counts, block_counts, ids, weights, slot_of_row, spoilt, num_sources, each, block_rows,
-    num_blocks, num_tokens, rank, num_ranks, most, stride,
+    came, header, lost, counts, results, block_counts, ids, weights, slot_of_row, results_at, spoilt, num_sources, each,
+    block_rows, num_blocks, num_tokens, rank, num_ranks, most, stride, row_bytes,
     TOP_K: tl.constexpr, ROW: tl.constexpr, PER_RANK: tl.constexpr, HEADER: tl.constexpr, COUNT: tl.constexpr,
     RANKS: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
@@ -103,7 +116,8 @@ def place_received(
     `receive_slots`, with TOP_K places and then TOP_K weights for each row.
 
     Example, PER_RANK 2, rank 0, places [[2, 0], [1, 0], [3, 3]] of a source, stride 4: ids [0, 1, 0, -1], slot_of_row
-    [1, 2, 3, -1]. block_counts None: this is the only program.
+    [1, 2, 3, -1]. block_counts None: this is the only program. With results, the memory of slots' results in the order
+    of `_own_last`, ids and weights stay where they came, and results_at has each slot's address there, 0: none.
     """
     block, source = tl.program_id(0), tl.program_id(1)
     length = HEADER + each.to(tl.int64) * (2 * TOP_K)
@@ -118,17 +132,26 @@ def place_received(
     ahead = tl.sum(before, axis=0)
     begin = source.to(tl.int64) * stride
     columns = tl.arange(0, COLUMNS)[None, :]
-    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, _filled(counts, each, num_ranks, COUNT, RANKS))
+    filled = _filled(counts, each, num_ranks, COUNT, RANKS)
+    last = tl.minimum((block.to(tl.int64) + 1) * block_rows, filled if results is None else each.to(tl.int64))
     for first in range(block.to(tl.int64) * block_rows, last, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)[:, None]
-        inside = (rows < last) & (columns < TOP_K)
+        listed = (rows < last) & (columns < TOP_K)
+        inside = listed & (rows < filled)
         local, weight = _local(came, source, rows, inside, rank, columns, HEADER, length, TOP_K, ROW, PER_RANK)
         here = tl.reshape((local >= 0).to(tl.int32), (BLOCK_R * COLUMNS,))
         number = tl.reshape(ahead + tl.cumsum(here, axis=0) - here, (BLOCK_R, COLUMNS))
         placed = (local >= 0) & (number < most)
         slot = (source.to(tl.int64) * each + rows) * TOP_K + columns
-        tl.store(ids + begin + number, local, mask=placed)
-        tl.store(weights + begin + number, weight, mask=placed)
+        if results is None:
+            tl.store(ids + begin + number, local, mask=placed)
+            tl.store(weights + begin + number, weight, mask=placed)
+        else:
+            number = _own_last(number, counts, rank, num_ranks, COUNT, RANKS)
+            address = results.to(tl.int64) + number.to(tl.int64) * row_bytes
+            tl.store(results_at + slot, tl.where(placed, address, 0), mask=listed)
+            tl.store(ids + slot, local, mask=listed)
+            tl.store(weights + slot, weight, mask=listed)
         tl.store(slot_of_row + begin + number, slot.to(tl.int32), mask=placed)
         ahead += tl.sum(here, axis=0)
     used = ahead
@@ -137,11 +160,12 @@ def place_received(
     used = tl.minimum(used, most)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_FILL
     offset = used + block.to(tl.int64) * BLOCK_FILL
-    fill(ids + begin, offset, stride, step, BLOCK_FILL)
     fill(slot_of_row + begin, offset, stride, step, BLOCK_FILL)
-    for first in range(offset, stride, step):
-        rest = first + tl.arange(0, BLOCK_FILL)
-        tl.store(weights + begin + rest, tl.zeros((BLOCK_FILL,), tl.float32), mask=rest < stride)
+    if results is None:
+        fill(ids + begin, offset, stride, step, BLOCK_FILL)
+        for first in range(offset, stride, step):
+            rest = first + tl.arange(0, BLOCK_FILL)
+            tl.store(weights + begin + rest, tl.zeros((BLOCK_FILL,), tl.float32), mask=rest < stride)
     if header is not None:
         program = block.to(tl.int64) * num_sources + source
         programs = tl.num_programs(0).to(tl.int64) * num_sources

@@ -105,9 +105,10 @@ def _ranks_among(wanted, held, before):
 @triton.jit
 def place_sends(
     weights, header, limits, places, groups, block_counts, block_invalid, invalid_ids, tokens_per_expert, row_of_slot,
-    lost, counted, message, slot_of_row, table, num_tokens, block_tokens, num_blocks, num_ranks, num_rows, block, back,
-    block_rows, back_rows,
-    MODE: tl.constexpr, BY_SLOT: tl.constexpr, PER_RANK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    lost, counted, message, slot_of_row, table, num_tokens, block_tokens, rank, num_ranks, num_blocks, num_rows, block,
+    back, block_rows, back_rows,
+    OWN_FIRST: tl.constexpr, MODE: tl.constexpr, BY_SLOT: tl.constexpr, PER_RANK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SENT: tl.constexpr, HEADER: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +155,9 @@ def place_sends(
         result_start = tl.load(limits + num_ranks + ranks, mask=is_rank, other=0)
     else:
         result_start = tl.cumsum(by_owner, axis=0) - by_owner
+        if OWN_FIRST:
+            own = tl.sum(tl.where(ranks == rank, by_owner, 0), axis=0)
+            result_start = tl.where(ranks == rank, 0, result_start + tl.where(ranks < rank, own, 0))
     group_start = tl.cumsum(sends, axis=0) - sends
     if BY_SLOT:
         owner_start = tl.cumsum(by_owner, axis=0) - by_owner
