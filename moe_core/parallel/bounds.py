@@ -37,11 +37,12 @@ def is_direct(spec: ExchangeSpec) -> bool:
     return (spec.mode, spec.rows, spec.receive) == ("peer", "tokens", None)
 
 
-def stores_results(spec: ExchangeSpec, row_bytes: int) -> bool:
+def stores_results(spec: ExchangeSpec, top_k: int, row_bytes: int) -> bool:
     """Return True if owners store results of tokens' rows where they leave from, or at home: mode `all_to_all`, unless
-    something else, such as adapters, needs them as rows."""
-    one_level = spec.hosts == 1 and not spec.other
-    return (spec.mode, spec.rows) == ("all_to_all", "tokens") and one_level and row_bytes % ALIGNMENT == 0
+    something else, such as adapters, needs them as rows. With two experts per token stores by address cost more than
+    the copies that they replace; docs/notebook/parallel.md."""
+    wanted = (spec.mode, spec.rows, spec.hosts, spec.other) == ("all_to_all", "tokens", 1, False)
+    return wanted and top_k > 2 and row_bytes % ALIGNMENT == 0
 
 
 def runs_in_lanes(spec: ExchangeSpec) -> bool:

@@ -119,7 +119,7 @@ class ExchangePlan:
     @property
     def stores(self) -> bool:
         """See `stores_results`."""
-        return limits.stores_results(self.spec, self.d_model * dtypes.itemsize(self.dtype))
+        return limits.stores_results(self.spec, self.top_k, self.d_model * dtypes.itemsize(self.dtype))
 
     def buffers_of(self, received: int, returned: int, own: int = 0) -> tuple[ExchangeBuffer, ...]:
         """Return a chunk's buffers for counts of rows received, results returned as an owner, and its own tokens'."""

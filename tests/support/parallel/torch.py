@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ import moe_torch
 from moe_core.formats import format_named
 from moe_core.ops.quantize.reference import quantize_rows
 from moe_core.parallel import ExchangeSpec
-from moe_core.parallel.placement import gather_experts
+from moe_core.parallel.placement import Placement, gather_experts
 from moe_core.specs.operands import MoEOperands, map_arrays, named_fields
 from moe_torch.parallel import ExpertParallel, group, routes
 from moe_torch.parallel import moe as parallel_moe
@@ -214,9 +214,13 @@ def run_group(
     traced: bool = False,
 ) -> dict[str, Any]:
     """Of all ranks: by token, by place, or summed; gradients of experts are of all experts."""
-    placement = problem.placement
     arguments = (problem, exchange, engine, differentiated, fault, traced)
-    ranks = pool.call(run_rank, [arguments] * placement.num_ranks)
+    ranks = pool.call(run_rank, [arguments] * problem.placement.num_ranks)
+    return of_all_ranks(ranks, problem.placement)
+
+
+def of_all_ranks(ranks: Sequence[dict[str, Any]], placement: Placement) -> dict[str, Any]:
+    """See `run_group`."""
     results = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks]

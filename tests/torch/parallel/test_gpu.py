@@ -25,10 +25,18 @@ from moe_torch.parallel import ExpertParallel, Rebalancer, exchange, moe, parall
 from tests.support.parallel.memory import Allocated, allocated, most_on_a_gpu, planned_peak
 from tests.support.parallel.placements import placement_of
 from tests.support.parallel.pool import Pool, ranks_with_gpus, require_captured
-from tests.support.parallel.torch import compare_with_one_device, parallel_of, rounded_to_fp8, run_group
+from tests.support.parallel.torch import (
+    compare_with_one_device,
+    of_all_ranks,
+    parallel_of,
+    rounded_to_fp8,
+    run_alone,
+    run_group,
+    trained,
+)
 from tests.support.parallel.twins import PLAIN, Problem, draw_problem
-from tests.support.parallel.ways import PEER, STATIC, TORCH_WAYS, WAYS, every_torch_way, over
-from tests.support.torch import to_torch
+from tests.support.parallel.ways import PEER, STATIC, TORCH_WAYS, WAYS, every_torch_way, over, require_same
+from tests.support.torch import to_numpy, to_torch
 
 GPUS = ranks_with_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -121,6 +129,57 @@ def test_graphs_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) 
         x, experts, routing = to_torch((problem.x, problem.experts, problem.routing), "cuda")
         alone = moe_torch.moe(x, experts, routing, problem.spec).output.float().cpu().numpy()
         np.testing.assert_array_equal(np.concatenate([rank[number] for rank in found]), alone)
+
+
+def replay_steps(group: Any, problems: list[Problem], way: ExchangeSpec) -> list[dict[str, np.ndarray]]:
+    """Outputs and gradients of a training step that is captured with the first problem and replayed with all; nothing
+    may wait for the device."""
+    rank = torch.distributed.get_rank(group)
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = [to_torch((problem.ranks()[rank], problem.gradients()[rank].output), device) for problem in problems]
+    (first, d_output), parallel = given[0], parallel_of(group, way, problems[0])
+    leaves = {"x": first.x.requires_grad_()}
+    leaves |= {f"experts.{name}": array for name, array in trained(first.experts).items()}
+    leaves |= {f"routing.{name}": array for name, array in trained(first.routing).items()}
+
+    def step() -> dict[str, torch.Tensor]:
+        options = {"parallel": parallel, "placement": problems[0].placement}
+        output = moe(first.x, first.experts, first.routing, problems[0].spec, **options).output
+        gradients = torch.autograd.grad(output, tuple(leaves.values()), d_output.to(output.dtype))
+        return {"output": output.detach()} | {f"d_{name}": one for name, one in zip(leaves, gradients, strict=True)}
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    # A capture waits for the device before it begins.
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    found = []
+    for own, d_own in given:
+        with torch.no_grad():
+            first.x.copy_(own.x)
+            first.routing.ids.copy_(own.routing.ids)
+            first.routing.weights.copy_(own.routing.weights)
+            d_output.copy_(d_own)
+        graph.replay()
+        found.append({name: to_numpy(array) for name, array in results.items()})
+    return found
+
+
+@over((*STATIC, *PEER))
+def test_training_steps_are_replayed_with_other_routings(gpus: Pool, way: ExchangeSpec) -> None:
+    require_captured(way.mode)
+    problems = [problem_of(gpus, seed, 48) for seed in range(3)]
+    problems = [dataclasses.replace(problem, experts=problems[0].experts) for problem in problems]
+    found = gpus.call(replay_steps, [(problems, way)] * len(gpus.processes))
+    for number, problem in enumerate(problems):
+        results, alone = of_all_ranks([rank[number] for rank in found], problem.placement), run_alone(problem, "cuda")
+        assert set(results) == set(alone) >= {"output", "d_x", "d_experts.gate_up", "d_routing.weights"}
+        for name, array in alone.items():
+            require_same(results[name], array, f"{name}, {number}")
 
 
 SERVED = MoELayerSpec(256, 192, 16, 4, RouterSpec(4, renormalize=True), ExpertsSpec(bias=True), router_bias=True)
