@@ -130,7 +130,7 @@ def recorded() -> Iterator[list[LaunchPlan]]:
         patch(mock.patch.object(CountedRoutes, "_count", counted))
         patch(mock.patch.object(symmetric, "_allocate", _allocate))
         patch(mock.patch.object(DirectRoutes, "group_tokens", property(lambda self: self.ranks.size * self.tokens)))
-        for module in ("forward", "routes"):
+        for module in ("forward", "calls.counted"):
             patch(mock.patch(f"{calls}.{module}.require_room", lambda *_: None))
         patch(mock.patch.object(torch, "randn", randn))
         yield plans
