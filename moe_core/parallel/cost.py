@@ -275,10 +275,10 @@ def _price(
     stages.insert(1 + [name for name, _ in stages].index("dispatch"), ("compute", share))
     bound = max(parts, key=lambda name: parts[name])
     plan = plan_exchange(tokens * tensor, layer.top_k, layer.d_model, _DTYPE, placement, spec, training=training)
-    static, assumed = plan.peak(), _assumptions(layer, machine, spec, loads)
+    static, assumed = plan.peak(static=True), _assumptions(layer, machine, spec, loads)
     received = math.ceil(float((traffic.slots * layer.top_k if spec.rows == "slots" else traffic.tokens).max()) * ranks)
     sizes = [-(-tokens * tensor * one // spec.chunks) for one in (received, math.ceil(uneven * layer.top_k))]
-    buffers = plan.peak(*sizes) if spec.mode == "all_to_all" else static
+    buffers = plan.peak(*sizes) if spec.mode == "all_to_all" else plan.peak()
     us = share + exposed
     return Prediction(ranks * tensor, tokens, tuple(stages), us, alone, uneven, bound, buffers, static, assumed)
 

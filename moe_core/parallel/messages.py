@@ -31,6 +31,9 @@ class Collective:
         return f"{self.kind}{over} of {self.what}: {self.rows} rows, {self.bytes} bytes of {self.dtype}"
 
 
+BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
+
+
 @plan_type
 @dataclass(frozen=True)
 class ExchangeBuffer:

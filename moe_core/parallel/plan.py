@@ -13,6 +13,7 @@ from moe_core.ops.exchange.direct import TOLD
 from moe_core.parallel import bounds as limits
 from moe_core.parallel.header import MOST_TOP_K, Header, header_of
 from moe_core.parallel.messages import (
+    BARRIER,
     Collective,
     DeepEPMessages,
     ExchangeBuffer,
@@ -22,7 +23,7 @@ from moe_core.parallel.messages import (
     quantized_bytes,
 )
 from moe_core.parallel.placement import Placement
-from moe_core.parallel.spec import ExchangeSpec, ranks_of_host, refuse_chunks, why_not_exact
+from moe_core.parallel.spec import ExchangeSpec, host_reads, ranks_of_host, refuse_chunks, why_not_exact
 from moe_core.parallel.tensor import WHOLE, TensorSplit
 from moe_core.specs.exchange import TableSpec, packed_row
 
@@ -125,15 +126,19 @@ class ExchangePlan:
         """Return a chunk's buffers for counts of rows received, results returned as an owner, and its own tokens'."""
         return _Planner(self).buffers(received, returned, own)
 
-    def peak(self, received: int | None = None, returned: int | None = None, own: int = 0, scratch: int = 0) -> int:
+    def peak(
+        self, received: int | None = None, returned: int | None = None, own: int = 0, *,
+        scratch: int = 0, static: bool = False,
+    ) -> int:  # fmt: skip
         """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned, own: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides
-        input and results. Index arrays, a few int32 a slot, are left out. Only in training the op's input stays. Later
-        like calls of torch with messages may hold rows up to 64 MB longer.
+        input and results. static: with static shapes, as in JAX, whose owners copy rows of slots. Index arrays, a few
+        int32 a slot, are left out. Only in training the op's input stays. Later calls of torch may hold 64 MB longer.
         """
-        buffers = self.buffers if received is None or returned is None else self.buffers_of(received, returned, own)
-        return peak_of(self.spec, self.training, buffers, self.tokens * _Planner(self).row_bytes, scratch)
+        planner = _Planner(self, static)
+        buffers, output = planner.buffers(received, returned, own), self.tokens * planner.row_bytes
+        return peak_of(self.spec, self.training, buffers, output, scratch)
 
     def explain(self) -> str:
         """Return everything as text."""
@@ -211,19 +216,11 @@ def plan_exchange(
         draft,
         forward=planner.forward() if over is None else over.forward(planner.forward()),
         backward=backward if over is None or not training else over.backward(backward),
-        buffers=planner.buffers(limits.rows_received(spec, planner.tokens, top_k, placement), planner.given),
-        host_reads=_host_reads(spec, placement, over),
+        buffers=planner.buffers(),
+        host_reads=host_reads(spec, placement.num_ranks, over is not None),
         why_not_exact=why_not_exact(spec, tensor.size),
         expected_experts=placement.num_experts,
     ).of_group(placement.num_ranks * draft.brought)
-
-
-def _host_reads(spec: ExchangeSpec, placement: Placement, over: TensorMessages | None) -> int:
-    counts = placement.num_ranks > 1 or spec.receive is not None  # one rank keeps all rows
-    return 3 if spec.hosts > 1 else 2 if spec.other else (spec.mode == "all_to_all") * (counts + (over is not None))
-
-
-_BARRIER = Collective("barrier", "arrival", "int32", 0, 0)
 
 
 def _over_tensor(plan: ExchangePlan) -> TensorMessages:
@@ -232,8 +229,8 @@ def _over_tensor(plan: ExchangePlan) -> TensorMessages:
 
 
 class _Planner:
-    def __init__(self, plan: ExchangePlan) -> None:
-        self.plan, self.spec, self.bounds = plan, plan.spec, plan.bounds
+    def __init__(self, plan: ExchangePlan, static: bool = False) -> None:
+        self.plan, self.spec, self.bounds, self.stores = plan, plan.spec, plan.bounds, plan.stores and not static
         self.tokens = limits.tokens_at_once(plan.brought, plan.spec)
         self.ranks, self.top_k = plan.placement.num_ranks, plan.top_k
         self.width = plan.top_k if plan.spec.rows == "tokens" else 1
@@ -334,16 +331,16 @@ class _Planner:
         if self.plan.direct:
             told = self._table("push", "header, ids and weights", "int32", self.tokens, 2 * self.top_k)
             told = dataclasses.replace(told, bytes=told.bytes + 4 * TOLD)
-            first, results = [_BARRIER] * self.plan.training, self._results("results")
-            return [*first, told, *self._rows("push"), _BARRIER, results, _BARRIER]
+            first, results = [BARRIER] * self.plan.training, self._results("results")
+            return [*first, told, *self._rows("push"), BARRIER, results, BARRIER]
         groups, by_token = self.plan.placement.num_places, self.spec.rows == "tokens"
         message = TOLD + groups + (self.ranks if by_token else 0)
-        collectives = [self._table("push", "header and counts", "int32", 1, message), _BARRIER]
+        collectives = [self._table("push", "header and counts", "int32", 1, message), BARRIER]
         if by_token and self.spec.receive is not None:
-            collectives += [self._table("push", "counts of what fits", "int32", 1, groups), _BARRIER]
+            collectives += [self._table("push", "counts of what fits", "int32", 1, groups), BARRIER]
         slots = self.tokens * self.top_k
         collectives += [self._table("push", "weights and origins", "int32", slots, 3 + by_token), *self._rows("push")]
-        return [*collectives, _BARRIER, self._results("results"), _BARRIER]
+        return [*collectives, BARRIER, self._results("results"), BARRIER]
 
     @property
     def width_of_ids(self) -> int:
@@ -355,7 +352,7 @@ class _Planner:
             return self._over_hosts.backward()
         if self.spec.other:
             return self._deep_ep.backward()
-        barrier = [_BARRIER] * (self.spec.mode == "peer")
+        barrier = [BARRIER] * (self.spec.mode == "peer")
         rows = [dataclasses.replace(message, what="d_output") for message in self._rows(self._rows_kind)]
         results = self._results("d_x")
         weights = self._table(results.kind, "d_weights", "float32", self.given, 1)
@@ -365,12 +362,16 @@ class _Planner:
     def _rows_kind(self) -> str:
         return {"peer": "push", "all_gather": "all_gather"}.get(self.spec.mode, "all_to_all")
 
-    def buffers(self, received: int, given: int, own: int = 0) -> tuple[ExchangeBuffer, ...]:
+    def buffers(
+        self, received: int | None = None, given: int | None = None, own: int = 0
+    ) -> tuple[ExchangeBuffer, ...]:
+        if received is None or given is None:
+            given, received = self.given, limits.rows_received(self.spec, self.tokens, self.top_k, self.plan.placement)
         incoming, symmetric = self.row_bytes, self.spec.mode == "peer"
         if self.spec.format is not None:
             incoming = sum(size for *_, size in quantized_bytes(self.spec, self.plan.d_model))
         buffers = [ExchangeBuffer("received rows", received * incoming, symmetric)]
-        by_slot = self.spec.other or (self.spec.rows == "tokens" and not (self.plan.direct or self.plan.stores))
+        by_slot = self.spec.other or (self.spec.rows == "tokens" and not (self.plan.direct or self.stores))
         if self.plan.direct:
             numbers = (2 + self.plan.training) * self.top_k  # with gradients of weights
             buffers.append(ExchangeBuffer("received ids and weights", received * numbers * 4, True))
@@ -388,10 +389,9 @@ class _Planner:
         if self.spec.mode not in ("all_gather", "peer"):
             buffers.insert(0, ExchangeBuffer("sent rows", self.sent * incoming, False))
         if by_slot:
-            # Rows kept for a backward must not be overwritten.
             buffers.append(ExchangeBuffer("rows by slot", given * self.row_bytes, False))
         if not symmetric:
-            buffers.append(ExchangeBuffer("results", (given - own * self.plan.stores) * self.row_bytes, False))
+            buffers.append(ExchangeBuffer("results", (given - own * self.stores) * self.row_bytes, False))
         buffers.append(ExchangeBuffer("returned results", self.returned * self.row_bytes, symmetric))
         symmetric_sets = limits.sets_of_buffers(self.spec)
         over = _over_tensor(self.plan).buffers() if self.plan.tensor.size > 1 else ()

@@ -126,3 +126,9 @@ def why_not_exact(spec: ExchangeSpec, slices: int) -> tuple[str, ...]:
     if spec.other and spec.rows == "tokens":
         reasons.append(f"transport={spec.transport!r}: each rank adds up a token's rows in bf16; pass rows='slots'")
     return tuple(reasons)
+
+
+def host_reads(spec: ExchangeSpec, num_ranks: int, over_tensor: bool) -> int:
+    """How often the host waits for the device to tell it counts."""
+    counts = num_ranks > 1 or spec.receive is not None  # one rank keeps all rows
+    return 3 if spec.hosts > 1 else 2 if spec.other else (spec.mode == "all_to_all") * (counts + over_tensor)

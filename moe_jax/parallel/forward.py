@@ -205,7 +205,7 @@ def _memory() -> int | None:
 def require_memory(plan: ExchangePlan) -> None:
     """Raise InvalidInput if room for the worst case, without a bound, takes more than a quarter of the memory."""
     memory = _memory()
-    spec, ranks, peak = plan.spec, plan.placement.num_ranks, plan.peak()
+    spec, ranks, peak = plan.spec, plan.placement.num_ranks, plan.peak(static=True)
     bounds = spec.mode != "all_gather" and spec.hosts == 1 and spec.receive is None
     if bounds and memory is not None and peak > memory / 4:
         fair = plan.tokens * (plan.top_k if spec.rows == "slots" else min(plan.top_k, ranks))

@@ -207,8 +207,9 @@ def test_plain_all_to_all_between_hosts() -> None:
     found = predict(LAYERS["dsv3"], 4096, 64, H200, ExchangeSpec())
     assert round(found.exchange_us / 1e3) == 18 and 4500 < dict(found.stages)["compute"] < 5000
     assert found.bound == "exchange" and 22 < dict(found.stages)["counts"] < 24
-    # Every source may send all its tokens: JAX keeps room for them, unless a bound holds.
-    assert 0.9e9 < found.buffers < 1.1e9 and found.static > 30e9 and "static shapes (JAX) 30." in str(found)
+    # Results are stored beside the room for those that come home. Every source may send all its tokens: JAX keeps room
+    # for them, unless a bound holds.
+    assert 1.3e9 < found.buffers < 1.5e9 and found.static > 30e9 and "static shapes (JAX) 30." in str(found)
     bounded = predict(LAYERS["dsv3"], 4096, 64, H200, ExchangeSpec(rows="slots", receive=2 * 4096 * 8))
     assert bounded.static < 2e9
 

@@ -172,6 +172,7 @@ def test_sizes_of_buffers() -> None:
     assert plan.peak() == 2048 + 8192 + 16384 + 8192 and plan.peak(scratch=100) == plan.peak() + 100
     assert plan_of(ExchangeSpec(), training=True).peak() == 2048 + 8192 + 16384 + 8192 + 2048
     assert plan.peak(10, 20) == 10 * 2 * 4 * 4 + 20 * 128 + 8192 + 2048, "the fewer come, the more home weighs"
+    assert plan.peak(static=True) == 2048 + 2 * 16384, "rows of slots and results"
     assert plan.peak(10, 20) - plan.peak(10, 20, own=5) == 5 * 128, "a rank's own results are at home"
     assert f"peak       {plan.peak()} bytes at once" in plan.explain()
     bounded = plan_of(ExchangeSpec(receive=20))

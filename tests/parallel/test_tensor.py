@@ -159,7 +159,7 @@ def test_a_plan_is_that_of_all_tokens_of_the_axis_and_its_messages(mode: str) ->
     assert (names["gathered rows"], names["parts"], names["returned parts"]) == (32 * 128, 32 * 256, 32 * 256)
     if mode == "all_to_all":
         few, many = (plan_of(mode, TensorSplit(2, 1)).peak(rows, rows) for rows in (4000, 8000))
-        assert 2 * few - many == names["gathered rows"], "beside what comes twice"
+        assert 2 * few - many == names["returned results"], "beside what comes twice"
     assert plan.peak() > whole.peak() and "tensor     rank 1 of 2, tokens split" in plan.explain()
     assert codec.loads(codec.dumps(plan)) == plan
 
