@@ -3,23 +3,30 @@ arguments and every value of its constants at least once. Of sizes and strides o
 power of two divides.
 
 Run as `python -m tests.support.compile_gate.cover ARCH PART PARTS` in a process without TRITON_INTERPRET; prints one
-JSON list of records, like the gate's own script, of every PARTS-th launch from PART on.
+JSON list of records, like the gate's own script, of every PARTS-th launch from PART on. A launch that passed.json names
+is left out: with its sources, constants and compiler it was within the limits. `cover --record` compiles what the file
+lacks for the architecture that kernels are tuned for, and writes it anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import heapq
+import importlib.metadata
 import json
 import re
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from moe_core.base.target import Target
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import launch_signature
-from tests.support.compile_gate.gate import GROUPS, NUM_SMS, distinct_launches, measure
+from tests.support.compile_gate.gate import GROUPS, NUM_SMS, Record, distinct_launches, measure
+from tests.support.paths import ROOT
 
 #: Groups of kernels for one architecture alone.
 ONLY: dict[str, str] = dict.fromkeys(
@@ -31,6 +38,13 @@ ONLY: dict[str, str] = dict.fromkeys(
 )
 #: The architecture that kernels are tuned for. On others numbers among the constants, sizes and tiles, do not count.
 TUNED = 90
+PASSED = Path(__file__).with_name("passed.json")
+#: What compiles launches and measures binaries.
+_MEASURING = (
+    ROOT / "moe_core" / "runtime" / "compiler.py",
+    ROOT / "moe_core" / "specs" / "tile.py",
+    *(PASSED.with_name(f"{name}.py") for name in ("gate", "binaries", "pdl_order", "exchange_plans")),
+)
 #: Constants that say how a kernel works: each of their numbers counts. Others are sizes, strides and counts.
 _OF_TILES = re.compile(r"BLOCK_|STAGES|WARPS|REGISTERS|GROUP_M|PAIRS|DEEP")
 #: The highest power of two that matters of the others: bytes of the widest load.
@@ -82,21 +96,21 @@ def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
     own = [facts(plan, launch, numbers=arch == TUNED) for plan, launch in launches]
     cost = [_cost(launch) for _, launch in launches]
     common = Counter(fact for one in {*map(frozenset, own)} for fact in one)
-    left = set(common)
+    wanted = set(common)
 
     def worth(number: int) -> int:
         # Of integers, whose sum is the same in every process, whatever the order of a set.
-        return sum(10**9 // common[fact] for fact in own[number] & left)
+        return sum(10**9 // common[fact] for fact in own[number] & wanted)
 
     queue, chosen = [(-worth(number), number) for number in range(len(own))], []
     heapq.heapify(queue)
-    while left:
+    while wanted:
         _, number = heapq.heappop(queue)
         if queue and -(now := worth(number)) > queue[0][0]:
             heapq.heappush(queue, (-now, number))
             continue
         chosen.append(number)
-        left -= own[number]
+        wanted -= own[number]
     times = Counter(fact for number in chosen for fact in own[number])
     for number in sorted(chosen, key=cost.__getitem__, reverse=True):
         if all(times[fact] > 1 for fact in own[number]):
@@ -105,8 +119,49 @@ def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
     return [launches[number] for number in sorted(chosen)]
 
 
+@functools.cache
+def sources(module: str) -> str:
+    """The text of a file of kernels and of all that it imports from others."""
+    text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    return "\n".join([text, *(sources(name) for name in re.findall(r"^from (moe_core\S+) import", text, re.MULTILINE))])
+
+
+@functools.cache
+def _measuring() -> str:
+    return "\n".join([importlib.metadata.version("triton"), *(path.read_text() for path in _MEASURING)])
+
+
+def digest(plan: LaunchPlan, launch: KernelLaunch, arch: int) -> str:
+    """Of all that a launch's record depends on: sources, types, constants, the compiler, and what measures."""
+    constants = [(name, value.value) for name, value in launch.arguments if isinstance(value, Constant)]
+    options = (arch, launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages)
+    text = f"{options}\n{sources('moe_core.ops.' + launch.kernel.name.partition(':')[0])}\n{_measuring()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def unrecorded(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
+    """The launches of the cover that passed.json does not name."""
+    passed = set(json.loads(PASSED.read_text()))
+    return [found for found in cover(arch) if digest(*found, arch) not in passed]
+
+
+def compiled(arch: int, part: int, parts: int) -> list[Record]:
+    device = Target("cuda", arch, NUM_SMS[arch])
+    return [measure(plan, launch, device) for plan, launch in unrecorded(arch)[part::parts]]
+
+
+def record() -> None:
+    """Compile what passed.json lacks, and write the cover of today. Raises AssertionError with what breaks a limit."""
+    digests = sorted(digest(*found, TUNED) for found in cover(TUNED))
+    with ProcessPoolExecutor() as pool:
+        parts = list(pool.map(compiled, [TUNED] * 8, range(8), [8] * 8))
+    broken = [f"{violation}: {one.label}" for part in parts for one in part for violation in one.violations()]
+    assert not broken, "\n".join(broken)
+    PASSED.write_text(json.dumps(digests, indent=0) + "\n")
+
+
 if __name__ == "__main__":
-    architecture, part, parts = map(int, sys.argv[1:])
-    device = Target("cuda", architecture, NUM_SMS[architecture])
-    records = [measure(plan, launch, device) for plan, launch in cover(architecture)[part::parts]]
-    print(json.dumps([dataclasses.asdict(record) for record in records]))
+    if sys.argv[1:] == ["--record"]:
+        record()
+    else:
+        print(json.dumps([dataclasses.asdict(one) for one in compiled(*map(int, sys.argv[1:]))]))
