@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,9 +16,11 @@ pytest.importorskip("torch", reason="needs torch beside jax")
 ALONE = """
 import sys
 import jax.numpy as jnp
-import moe_jax
+import moe_jax, moe_jax.parity, moe_jax.modular{flax}
 assert moe_jax.scale_rows(jnp.ones((4, 4)), jnp.ones((4, 1))).sum() == 16
 assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
+assert importlib.util.find_spec("torch")
+import torch.nn, torch
 """
 
 #: What tvm_ffi's own users pass to its functions.
@@ -40,29 +43,13 @@ assert torch.from_dlpack(array).data_ptr() == array.unsafe_buffer_pointer()
 """
 
 
-def run(program: str) -> None:
+@pytest.mark.parametrize("imports", [ALONE, "import torch\nimport moe_jax", "import tvm_ffi\nimport moe_jax, torch"],
+    ids=["torch later", "torch first", "tvm_ffi first"])  # fmt: skip
+def test_tvm_ffi_takes_torch_in_any_order(imports: str) -> None:
+    """Whatever of moe_jax is imported before torch leaves it alone."""
+    flax = ", moe_jax.linen, moe_jax.nnx" if importlib.util.find_spec("flax") else ""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", BESIDE.format(imports=imports.format(flax=flax))]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("more", ["", "import moe_jax.parity, moe_jax.modular\n"], ids=["moe_jax", "everything"])
-def test_torch_is_not_imported(more: str) -> None:
-    run(ALONE.replace("import moe_jax\n", f"import moe_jax\n{more}"))
-
-
-def test_flax_layers_do_not_import_torch() -> None:
-    pytest.importorskip("flax", reason="needs flax")
-    run(ALONE.replace("import moe_jax\n", "import moe_jax.linen, moe_jax.nnx\n"))
-
-
-@pytest.mark.parametrize(
-    "imports",
-    ["import torch\nimport moe_jax", "import moe_jax\nassert importlib.util.find_spec('torch')\nimport torch",
-        "import moe_jax\nimport torch.nn\nimport torch", "import tvm_ffi\nimport moe_jax, torch"],
-    ids=["torch first", "torch later", "a part of torch later", "tvm_ffi first"],
-)  # fmt: skip
-def test_tvm_ffi_takes_torch_in_any_order(imports: str) -> None:
-    run(BESIDE.format(imports=imports))

@@ -15,7 +15,6 @@ from moe_core.checkpoint import ConversionReport
 from moe_core.errors import InvalidInput
 from moe_core.formats import format_named
 from tests.support.paths import ROOT
-from tests.support.runtime.isolation import run_blocked
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
@@ -100,26 +99,3 @@ def test_scripts_of_ci_explain_instead_of_starting(script: str) -> None:
     )
     assert (helped.returncode, wrong.returncode) == (0, 2)
     assert "usage: PYTHON=" in helped.stdout and "  torch without jax\n" in helped.stdout
-
-
-def test_a_machine_without_triton_is_told_what_is_missing() -> None:
-    """As on macOS: layers run, and the tools say why no kernel does."""
-    run_blocked(
-        ("triton", "jax"),
-        """
-import contextlib, io
-import torch
-from moe_core.parity.cli import main
-from moe_core.tools.doctor.cli import diagnose
-from moe_torch import MoE
-
-assert MoE(32, 32, 4, 2)(torch.ones(3, 32)).shape == (3, 32)
-said = io.StringIO()
-with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-    assert main(["--case", "llama4", "--dtype", "float32", "--tokens", "5"]) == 2
-assert "no kernel can run here, because Triton is not installed" in said.getvalue(), said.getvalue()
-assert "left out: jax, which needs jax" in said.getvalue(), said.getvalue()
-untrusted = list(diagnose(lambda line: None).untrusted())
-assert any("Triton is not installed" in line for line in untrusted), untrusted
-""",
-    )

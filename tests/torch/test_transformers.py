@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import sys
+import types
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_torch.transformers
 from moe_core.errors import Unsupported
-from tests.support.runtime.isolation import run_blocked
 from tests.support.torch import mapped, on_engines, require_equal, running_on
 from tools.sweep import models
 from tools.sweep.models import D, E, F, K
@@ -89,7 +90,7 @@ def test_logits_and_generated_tokens_match_eager_experts(engine: str, name: str)
         torch.testing.assert_close(written, eager(model, lambda: model.generate(ids[:1], **greedy)), rtol=0, atol=0)
 
 
-@on_models
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_compiled_forward(name: str) -> None:
     """No graph break, the operator in the graph, eager's logits, and no second compilation of an unchanged call."""
     with running_on("reference") as device:
@@ -228,29 +229,29 @@ def test_quantised_experts_are_refused() -> None:
         experts(*routed("cpu"))
 
 
-def test_a_missing_transformers_is_explained() -> None:
-    run_blocked(
-        ("transformers",),
-        "from moe_core.errors import Unsupported\n"
-        "try:\n    import moe_torch.transformers\n"
-        "except Unsupported as error:\n    assert 'transformers 5.17 or later' in str(error), error\n"
-        "else:\n    raise SystemExit('imported without transformers')\n",
-    )
+def without(monkeypatch: pytest.MonkeyPatch, module: str, replaced: dict[str, Any]) -> None:
+    """Import a module anew, and what is below it, beside others in the place of those that there are."""
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, other in replaced.items():
+        monkeypatch.setitem(sys.modules, name, other)
+    importlib.import_module(module)
 
 
-def test_an_older_transformers_is_refused_where_ranks_share_experts() -> None:
+def test_a_missing_transformers_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name in sys.modules if name.partition(".")[0] == "transformers"]
+    with pytest.raises(Unsupported, match=r"transformers 5\.17 or later"):
+        without(monkeypatch, "moe_torch.transformers", dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no module", "another module"])
+def test_an_older_transformers_is_refused_where_ranks_share_experts(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before 5.23 it has no such implementations; before 5.22 not even the module."""
-    run_blocked(
-        ("nothing",),
-        "import sys, types\n"
-        "from moe_core.errors import Unsupported\n"
-        "name = 'transformers.distributed.expert_parallel'\n"
-        "for found in (None, types.ModuleType(name)):\n"
-        "    sys.modules[name] = found\n"
-        "    try:\n        import moe_torch.transformers.parallel\n"
-        "    except Unsupported as error:\n        assert 'transformers 5.23 or later, got' in str(error), error\n"
-        "    else:\n        raise SystemExit('imported with an old transformers')\n",
-    )
+    name = "transformers.distributed.expert_parallel"
+    with pytest.raises(Unsupported, match=r"transformers 5\.23 or later, got"):
+        without(monkeypatch, "moe_torch.transformers.parallel", {name: types.ModuleType(name) if there else None})
 
 
 @pytest.mark.parametrize(

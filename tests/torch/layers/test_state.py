@@ -1,13 +1,10 @@
-"""The torch layer as a module: state_dict, construction, dtypes, weights in and out, sharding, and what it refuses."""
+"""The torch layer as a module: state_dict, construction, dtypes, weights in and out, and what it refuses."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import datetime
 import io
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.multiprocessing.spawn import start_processes
 
 from moe_core.errors import InvalidInput, Unsupported
 from moe_core.layers import (
@@ -265,70 +258,6 @@ def test_dtypes_no_operator_takes_are_refused(device: str) -> None:
             assert make(draw_weights(EVERYTHING)).experts.down.dtype == torch.float32, "weights state their own"
         finally:
             torch.set_default_dtype(torch.float32)
-
-
-WORLD_SIZE, ODD_EXPERTS = 2, 5
-
-
-def run_one_rank(rank: int, store_path: str) -> None:
-    """One of the processes of `test_fully_sharded`; an assertion that fails here fails the test."""
-    store = distributed.FileStore(store_path, WORLD_SIZE)  # pyright: ignore[reportPrivateImportUsage]
-    distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=datetime.timedelta(seconds=60)
-    )
-    spec = dataclasses.replace(EVERYTHING, num_experts=ODD_EXPERTS)
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    layer = MoE.from_spec(spec, device="meta")
-    model = torch.nn.Sequential(torch.nn.Identity(), layer)
-    fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    torch.manual_seed(rank)
-    layer.reset_parameters()
-    gate_up: Any = layer.experts.gate_up
-    assert gate_up.placements[0].is_shard(0) and gate_up.shape[0] == ODD_EXPERTS
-    assert gate_up.to_local().shape[0] == (3, 2)[rank], "an expert is on one rank, whole"
-    assert all(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-    with pytest.raises(Unsupported, match=r"router.weight is a sharded DTensor.*load the weights before sharding"):
-        layer.load_weights(draw_weights(spec))
-    plain = MoE.from_weights(layer.export_weights())
-    assert plain.experts.gate_up.std(dim=(1, 2)).min() > 0, "every rank's experts came"
-    x = to_torch(draw_x((2, 3), seed=rank))
-    with running_on("reference"), torch.no_grad():
-        require_equal(model(x), plain(x), f"rank {rank}")
-    # The parts alone: the layer calls them, and their parameters are there while they run.
-    parted = MoE.from_weights(plain.export_weights())
-    for part in (parted.router, parted.experts, parted.shared_experts):
-        fully_shard(part, mesh=mesh)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    sharded: Any = parted.experts.down
-    assert sharded.placements[0].is_shard(0)
-    with running_on("reference"):
-        y, wanted = parted(x), plain(x)
-        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-        y.square().sum().backward()
-        wanted.square().sum().backward()
-    gradient: Any = parted.experts.down.grad
-    total = plain.experts.down.grad
-    distributed.all_reduce(total)
-    torch.testing.assert_close(gradient.full_tensor(), total / WORLD_SIZE, rtol=1e-4, atol=1e-5)
-    distributed.barrier()  # gloo may abort a process that ends while the other still talks to it
-    distributed.destroy_process_group()
-
-
-def test_fully_sharded(tmp_path: Path) -> None:
-    """The order of a large model: meta, shard, memory, then values. Two processes share an odd number of experts."""
-    arguments = (str(tmp_path / "store"),)
-    processes: Any = start_processes(
-        run_one_rank, arguments, nprocs=WORLD_SIZE, join=False, daemon=True, start_method="spawn"
-    )
-    deadline = time.monotonic() + 180
-    try:
-        # True when all have ended well; what one of them raised is raised here.
-        while not processes.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes do not end"
-    finally:
-        for process in processes.processes:
-            process.kill()
 
 
 @on_engines

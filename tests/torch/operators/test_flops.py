@@ -124,10 +124,20 @@ def test_grouped_products() -> None:
 
 
 def test_the_counter_may_be_imported_before_or_after() -> None:
-    first, second = "import torch.utils.flop_counter as f", "import moe_torch"
-    for lines in ((first, second), (second, "import sys; assert 'triton' not in sys.modules", first)):
-        script = "\n".join((*lines, "import torch; assert torch.ops.moebius.moe in f.flop_registry"))
-        subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=100)
+    script = """
+import os, sys, torch
+child = os.fork()
+if child:
+    import moe_torch
+    assert "triton" not in sys.modules
+    import torch.utils.flop_counter as counter
+else:
+    import torch.utils.flop_counter as counter
+    import moe_torch
+assert torch.ops.moebius.moe in counter.flop_registry
+assert not child or os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=100)
 
 
 def test_jax_has_the_cost_of_a_layer_and_xla_none_of_custom_calls() -> None:

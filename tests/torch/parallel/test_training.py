@@ -1,8 +1,9 @@
-"""The training example on four gloo ranks against one process, bit by bit."""
+"""The training example on four gloo ranks against one process, bit by bit; and layers under FSDP."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import sys
@@ -16,14 +17,19 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import moe_torch
+from moe_core.errors import Unsupported
 from moe_core.specs.operands import RouterLogits
+from moe_torch import MoE
 from moe_torch.layers.losses import router_losses
 from moe_torch.parallel import ExpertParallel
+from tests.support.layers import EVERYTHING, draw_weights, draw_x
 from tests.support.parallel.pool import Pool, ranks
+from tests.support.parallel.torch import mesh_of
 from tests.support.paths import ROOT
-from tests.support.torch import running_on
+from tests.support.torch import require_equal, running_on, to_torch
 
 __all__ = ["ranks"]
 
@@ -151,3 +157,47 @@ def test_a_missing_divisor_is_found(ranks: Pool, alone: Any) -> None:
     _, own = ranks.call(on_ranks, [(True, 1, 1)] * RANKS)[0]
     for name, expected in alone[2][0].items():
         assert np.array_equal(own[0][name], expected) == (".moe.experts." not in name)
+
+
+def on_sharded_layers(group: Any) -> None:
+    """The order of a large model: meta, shard, memory, then values. Two processes share an odd number of experts."""
+    rank, odd = torch.distributed.get_rank(group), 5
+    spec = dataclasses.replace(EVERYTHING, num_experts=odd)
+    mesh = mesh_of(group)
+    layer = MoE.from_spec(spec, device="meta")
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    layer.reset_parameters()
+    gate_up: Any = layer.experts.gate_up
+    assert gate_up.placements[0].is_shard(0) and gate_up.shape[0] == odd
+    assert gate_up.to_local().shape[0] == (3, 2)[rank], "an expert is on one rank, whole"
+    assert all(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    with pytest.raises(Unsupported, match=r"router.weight is a sharded DTensor.*load the weights before sharding"):
+        layer.load_weights(draw_weights(spec))
+    plain = MoE.from_weights(layer.export_weights())
+    assert plain.experts.gate_up.std(dim=(1, 2)).min() > 0, "every rank's experts came"
+    x = to_torch(draw_x((2, 3), seed=rank))
+    with running_on("reference"), torch.no_grad():
+        require_equal(model(x), plain(x), f"rank {rank}")
+    # The parts alone: the layer calls them, and their parameters are there while they run.
+    parted = MoE.from_weights(plain.export_weights())
+    for part in (parted.router, parted.experts, parted.shared_experts):
+        fully_shard(part, mesh=mesh)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    sharded: Any = parted.experts.down
+    assert sharded.placements[0].is_shard(0)
+    with running_on("reference"):
+        y, wanted = parted(x), plain(x)
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        y.square().sum().backward()
+        wanted.square().sum().backward()
+    gradient: Any = parted.experts.down.grad
+    total = plain.experts.down.grad
+    torch.distributed.all_reduce(total, group=group)
+    torch.testing.assert_close(gradient.full_tensor(), total / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_fully_sharded(ranks: Pool) -> None:
+    ranks.call(on_sharded_layers, [()] * 2)
