@@ -94,13 +94,18 @@ def _origin(record: MachineRecord) -> str:
 
 
 @functools.cache
+def _counts(exponent: float, experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of experts from two halves of one draw: what was counted, and what comes then."""
+    halves = np.split(Zipf(exponent).ids(16384, top_k, experts), 2)
+    return tuple(np.bincount(half.reshape(-1), minlength=experts) for half in halves)
+
+
+@functools.cache
 def balance(experts: int, top_k: int, ranks: int, case: Case) -> tuple[float, ...]:
     """Mean over maximum of ranks' rows by exponent, the placement being computed from other tokens of the same law."""
     found = []
     for exponent in _EXPONENTS:
-        ids = Zipf(exponent).ids(16384, top_k, experts)
-        # What was counted, and what comes then.
-        counted, coming = (np.bincount(half.reshape(-1), minlength=experts) for half in np.split(ids, 2))
+        counted, coming = _counts(exponent, experts, top_k)
         placement = Placement.linear(experts, ranks)
         if case.spare is not None:
             placement = Placement.balanced(counted, ranks, -(-experts // ranks) + case.spare)
@@ -239,9 +244,9 @@ def _spread(series: dict[str, list[tuple[float, float]]], eager: bool) -> tuple[
 def predictions(name: str) -> tuple[tuple[int, float], ...]:
     """(GPUs, efficiency) of a shape with a spare place on each, replicas beyond as many GPUs as experts."""
     shape, found = _SHAPES[name], []
+    load = _PREDICTED_LAW.load(shape.top_k, shape.num_experts)
     for ranks in _GPUS:
         each = min(shape.num_experts, -(-shape.num_experts // ranks) + 1)
-        load = _PREDICTED_LAW.load(shape.top_k, shape.num_experts)
         placement = Placement.balanced(load, ranks, each)
         spec = ExchangeSpec("all_to_all")
         one = simulate(layer_of(shape), _PREDICTED_LAW, _TOKENS, placement, H200, spec)

@@ -18,6 +18,8 @@ for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Programs do not record which lines their operations come from: a twelfth of the time of tests of gradients.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Nor does every expected error look for the files of its frames on the disk.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # The interpreter's dots are NumPy's. OpenBLAS kernels for newer processors add up a row in an order that depends on its
 # place in the tile, unlike any GPU; this one's order is the same for every row, whatever the machine sets.
 if platform.machine() in ("x86_64", "AMD64"):

@@ -58,8 +58,9 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("rules", "axes"), [(FSDP, {"fsdp": 4}), (EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 1})])
+@pytest.mark.parametrize(("rules", "axes", "kind"), [(FSDP, {"fsdp": 4}, AxisType.Auto),
+    *((EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 1}, kind) for kind in (AxisType.Auto, AxisType.Explicit)),
+])  # fmt: skip
 def test_layers_on_rules_of_maxtext(rules: Any, axes: dict[str, int], kind: AxisType) -> None:
     """Parameters are made split, gathered along fsdp in the call, and their gradients are split again."""
     kinds, devices = (kind,) * len(axes), jax.devices("cpu")[:4]
@@ -118,8 +119,8 @@ def abstract(num_layers: int | None = None) -> layers.MoE:
     return nnx.eval_shape(lambda: layers.MoE.from_spec(SPEC, num_layers=num_layers, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("way", ["from_weights", "without a copy", "eval_shape", "stack"])
+@pytest.mark.parametrize(("way", "kind"), [("from_weights", AxisType.Auto), ("without a copy", AxisType.Explicit),
+    ("eval_shape", AxisType.Auto), ("stack", AxisType.Explicit)])  # fmt: skip
 def test_weights_are_loaded_where_logical_rules_say(way: str, kind: AxisType) -> None:
     num_layers = 2 if way == "stack" else None
     with running_on("reference"):

@@ -15,7 +15,7 @@ from moe_core.layers import MAXTEXT, MoEAux, MoELayerSpec
 from moe_core.specs.operands import ExpertWeights, RouterWeights, SharedExpert
 from moe_jax import layers
 from tests.support.flax import draw_tokens, draw_weights, nnx_layer, preset
-from tests.support.jax import on_engines, running_on
+from tests.support.jax import REAL_KERNELS, on_engines, running_on
 from tests.support.training.jax import Problem, compile_quickly, plain, plans_in
 
 FAMILIES = ["mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"]
@@ -64,8 +64,8 @@ def require_close(ours: Any, wanted: Any) -> None:
         np.testing.assert_allclose(np.asarray(gradient), value, rtol=1e-4, atol=atol, err_msg=str(path))
 
 
-@on_engines
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "engine"), [*((family, "reference") for family in FAMILIES),
+    *((family, REAL_KERNELS) for family in ("gpt_oss", "deepseek_v3"))])  # fmt: skip
 def test_nnx_layers_train(engine: str, family: str) -> None:
     spec = preset(family)
     with running_on(engine):

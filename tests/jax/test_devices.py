@@ -153,7 +153,6 @@ def test_callbacks_on_four_devices_do_not_deadlock_nor_outlive_python() -> None:
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "TRITON_INTERPRET": "0",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(

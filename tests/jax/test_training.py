@@ -22,6 +22,7 @@ from moe_jax import SAVED_NAMES
 from moe_jax.bridge import ffi
 from moe_jax.trace import replay
 from tests.support.jax import (
+    REAL_KERNELS,
     on_engines,
     program_text,
     run_stack,
@@ -287,11 +288,10 @@ def test_shard_map_data_parallel(check_vma: bool, inside: bool) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
 
 
-@on_engines
 @on_cases
-def test_a_replayed_layer_trains_its_router(engine: str, spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
+def test_a_replayed_layer_trains_its_router(spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
     """Weights are the trace's; the gradient is that of the weights that the router gives the trace's experts."""
-    with running_on(engine):
+    with running_on("cuda" if REAL_KERNELS == "cuda" else "reference"):
         problem = to_jax(make(spec, kind, **options))
         arrays, put = split(problem)
         num_experts = E + 2 if options.get("expert_map") else E

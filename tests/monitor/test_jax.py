@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ D, E, K, T = 16, 6, 2, 10
 SPEC = MoELayerSpec(D, 8, E, K, capacity_factor=0.75)
 
 
+@functools.cache
 def draw() -> Any:
     return layers.initialize(SPEC, jax.random.key(0))
 
@@ -132,18 +134,16 @@ def test_counts_on_a_mesh_are_of_all_devices() -> None:
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, jax.vmap], ids=lambda one: one.__name__)
 def test_an_inner_transformation_is_refused(transform: Any) -> None:
-    inner = transform(lambda x: layers.forward(PARAMETERS, x, SPEC))
+    parameters = draw()
+    inner = transform(lambda x: layers.forward(parameters, x, SPEC))
     inner(jnp.ones((2, T, D)))
     with pytest.raises(InvalidInput, match="outside of jit, scan, checkpoint"):
         observe(lambda x: inner(x))(jnp.ones((2, T, D)))
 
 
-PARAMETERS = draw()
-
-
 def test_what_is_refused() -> None:
-    x = jnp.ones((T, D))
-    _, seen = observe(lambda x: layers.forward(PARAMETERS, x, SPEC))(x)
+    parameters, x = draw(), jnp.ones((T, D))
+    _, seen = observe(lambda x: layers.forward(parameters, x, SPEC))(x)
     for options, message in (({"every": 0}, "every"), ({"per_layer": 1}, "per_layer"), ({"writer": 3}, "writer must")):
         with pytest.raises(InvalidInput, match=message):
             monitor: Any = Monitor

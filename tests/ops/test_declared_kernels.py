@@ -22,7 +22,7 @@ from tests.support.faults.kernel_copies import kernel_files
 from tests.support.paths import ROOT
 
 OPS = ROOT / "moe_core" / "ops"
-PLANNERS = [path for path in sorted(OPS.rglob("*.py")) if path not in set(kernel_files().values())]
+PLANNERS = sorted(set(OPS.rglob("*.py")) - set(kernel_files().values()))
 
 
 class Function(NamedTuple):
