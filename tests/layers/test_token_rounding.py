@@ -22,6 +22,7 @@ from moe_core import InvalidInput, Unsupported
 from moe_core.layers import MoELayerSpec, SharedExpertsSpec
 from moe_core.specs import RouterSpec, TokenRounding
 
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 T, D, F, E, K = 64, 16, 24, 6, 2
 ROUNDED = MoELayerSpec(
     D, F, E, K, RouterSpec(renormalize=True), shared_experts=SharedExpertsSpec(8), token_rounding=TokenRounding(16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+import moe_jax
 from moe_core.errors import InvalidInput
 from moe_core.layers import MoELayerSpec
 from moe_jax import layers
@@ -22,6 +24,12 @@ from tests.support.parallel.jax import ep_mesh
 
 D, E, K, T = 16, 6, 2, 10
 SPEC = MoELayerSpec(D, 8, E, K, capacity_factor=0.75)
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference() -> Iterator[None]:
+    with moe_jax.cpu_engine("reference"):
+        yield
 
 
 @functools.cache

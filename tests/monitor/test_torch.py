@@ -24,6 +24,7 @@ from moe_torch.monitor import Monitor
 from moe_torch.operators.watched import BEHIND, Sampling, Watch
 from tests.support.families import IS_EARLIER
 
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 D, E, K, T = 16, 6, 2, 10
 
 

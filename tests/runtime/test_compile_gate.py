@@ -27,10 +27,9 @@ from tests.support.faults.kernel_copies import KERNELS, OpFault
 from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
 from tests.support.paths import ROOT
 
-#: What is compiled: `cover` by `make gate`, `all` by `make gate-all`, else by the suite what SUITE names.
+#: What is compiled: `cover` by `make gate`, `all` by `make gate-all`, else by the suite a model for AMD alone.
 EXTENT = os.environ.get("MOEBIUS_GATE", "suite")
 assert EXTENT in ("suite", "cover", "all"), f"MOEBIUS_GATE must be suite, cover or all, got {EXTENT!r}"
-SUITE = {"matmul_variants": ("90",)}
 ARCHS = ("80", "89", "90", "100", "120")
 #: Minutes long: they begin first, so that no process waits for another's at the end.
 LONG = ("prepared_tall", "prepared_integers", "prepared", "sm90_tall", "sm90_swapped")
@@ -39,7 +38,7 @@ NVIDIA = [
     for group in sorted(GROUPS, key=lambda group: group not in LONG)
     if group not in ("from_logits", "sm90")
     for arch in ARCHS
-    if arch == ONLY.get(group, arch) and (EXTENT == "all" or arch in SUITE.get(group, ()))
+    if arch == ONLY.get(group, arch) and EXTENT == "all"
 ]
 #: How many processes compile an architecture's cover, one after another where there are fewer cores.
 PARTS = {"80": 3, "89": 3, "90": 6, "100": 3, "120": 3}
@@ -71,6 +70,7 @@ def assert_within_limits(records: list[Record]) -> None:
     assert not broken, "\n".join(broken)
 
 
+@not_in["suite"]
 @not_in["cover"]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("group", "arch"), NVIDIA)
@@ -104,6 +104,7 @@ def test_digests_follow_what_binaries_depend_on(monkeypatch: pytest.MonkeyPatch)
     assert len(digests) == 6
 
 
+@not_in["suite"]
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_the_cover_holds_every_kernel_type_and_constant(arch: int) -> None:
     whole, part = everything(arch), cover(arch)

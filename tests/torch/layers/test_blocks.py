@@ -18,6 +18,7 @@ from tests.support.layers import tolerances
 from tests.support.torch import in_flat_buffer, mapped, on_engines, running_on, to_numpy
 
 transformers = pytest.importorskip("transformers", reason="the blocks are those of transformers")
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 
 from tools.sweep import models
 from tools.sweep.measure import block_run
