@@ -25,7 +25,10 @@ from tests.support.families import IS_EARLIER, JUDGE, ROWS, Seen, settings_of
 from tools.sweep import models
 from tools.sweep.measure import TOLERANCE, block_run, table_ids
 
-pytestmark = pytest.mark.skipif(IS_EARLIER, reason=f"blocks of transformers before {JUDGE} may read other fields")
+pytestmark = [
+    pytest.mark.skipif(IS_EARLIER, reason=f"blocks of transformers before {JUDGE} may read other fields"),
+    pytest.mark.usefixtures("reference_engine_of_torch"),
+]
 #: Field that a block reads and the family does not -> (the reason, families; None = any).
 IGNORED: dict[str, tuple[str, set[str] | None]] = {
     "intermediate_size": ("the default width of an MLP, where the block passes that of shared experts", None),

@@ -27,9 +27,10 @@ from tests.support.families import IS_EARLIER, JUDGE, ROWS, row_named, settings_
 from tools.sweep import models
 from tools.sweep.measure import TOLERANCE, block_run, table_ids
 
-pytestmark = pytest.mark.skipif(
-    IS_EARLIER, reason=f"blocks of transformers before {JUDGE} may compute variants otherwise"
-)
+pytestmark = [
+    pytest.mark.skipif(IS_EARLIER, reason=f"blocks of transformers before {JUDGE} may compute variants otherwise"),
+    pytest.mark.usefixtures("reference_engine_of_torch"),
+]
 COUNT = int(os.environ.get("MOEBIUS_VARIANTS", "1"))
 #: Settings that may change an MoE layer.
 _SETTINGS = re.compile(
