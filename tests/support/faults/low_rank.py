@@ -43,7 +43,15 @@ LOW_RANK_FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
             OpFault("range(0, steps_of(", "range(16, steps_of("),
         ),
     },
-    "tails, many slots": {_ROWS: (OpFault("which = chunk + gl.arange(", "which = gl.arange("),)},
+    "tails, many slots": {
+        _ROWS: (
+            OpFault("which = chunk + gl.arange(", "which = gl.arange("),
+            OpFault("tail.low + start.to(gl.int64) * tail.RANK", "tail.low + 0 * tail.RANK"),
+            OpFault("present.end - start\n", "present.end - start - 1\n"),
+            OpFault("mask=((token >= first) & (token < end))[None, :]", "mask=(token < end)[None, :]"),
+        ),
+        _ALSO: (OpFault("range(0, steps_of(", "range(tail.BLOCK_R, steps_of("),),
+    },
 }
 
 

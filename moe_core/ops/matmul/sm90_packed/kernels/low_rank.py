@@ -117,8 +117,9 @@ def add_step(sums, factor, wild, tail, start, present, step):
 
 @gluon.jit
 def add_where(sums, factor, wild, tail, start, present, step):
-    """`add_step`, of several adapters only where there are rows of this one."""
-    if tail.SLOTS == 1:
+    """`add_step`, of several adapters in parts of a tile only where there are rows of this one."""
+    # A tile of 8 rows is one part, where `steps_of` says it.
+    if (tail.SLOTS == 1) or (sums.shape[1] <= 8):
         return add_step(sums, factor, wild, tail, start, present, step)
     else:
         if (start < present.end) & (start + sums.shape[1] > present.first):
