@@ -35,7 +35,7 @@ PAIR_TESTS := $(addprefix tests/layers/,test_combinations.py test_routes.py)
 RECIPE_TESTS := tests/recipes tests/checkpoint/convert/test_loaders.py
 
 .PHONY: environment parity test beside ranks pairs recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
-	maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
+	engines maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
 
 environment:
 	@$(PYTHON) tools/environment.py
@@ -145,6 +145,10 @@ upstream: environment
 	$(RUN) -m tools.upstream megatron
 	$(RUN) -m tools.upstream triton-tests || [ $$? = 69 ]
 	$(RUN) -m tools.upstream triton-tests --generation 3.8 || [ $$? = 69 ]
+
+# Engines' files alone, on the reference engine.
+engines: environment
+	$(RUN) -m tools.upstream engines --engine reference
 
 # MaxText's configs, out of its wheel, on the Flax layers, and its sparse layer on ragged_dot.
 maxtext: environment

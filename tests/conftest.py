@@ -31,7 +31,7 @@ _xla_flags = {"xla_force_host_platform_device_count": "4"}
 if not cuda_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # On a CPU XLA compiles programs for much longer than tests run them. Documented programs, in
-    # tests/docs/test_docs.py, are compiled as users compile them.
+    # tests/docs/test_docs.py, are compiled as users compile them, but in .ci/run.
     _xla_flags |= {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         # From 0.11 on jaxlib has no option like the first, and ends the process for it.
