@@ -23,6 +23,8 @@ from moe_torch.layers.lora.stages import LowRank, run_stages
 from tests.support.training.lora import PAIRS, Problem, draw, oracle
 from tests.support.training.lora_stages import STAGES
 
+#: Kernels with adapters run in tests/ops/lora and in tests/layers/test_lora_routes.py.
+pytestmark = pytest.mark.usefixtures("reference_engine_of_torch")
 OAI = Activation("swiglu_oai", gate_layout="interleaved")
 GRADIENTS = ("d_x", "d_routing.weights", *(f"d_lora.{name}" for name in PAIRS))
 
