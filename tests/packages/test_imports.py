@@ -6,10 +6,11 @@ Fresh processes block packages at the import system; a static look at every file
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from tests.support.paths import ROOT
 from tests.support.runtime.isolation import run_blocked
@@ -170,17 +171,19 @@ SOURCES = {
 }
 
 
-def imported_modules(name: str, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported_modules(name: str, top_level_only: bool = False) -> tuple[tuple[int, str], ...]:
     """(line, dotted module) of every import statement of a module; `from a import b` gives `a.b` where that is one."""
-    tree = ast.parse(SOURCES[name].read_text())
+    tree, found = ast.parse(SOURCES[name].read_text()), list[tuple[int, str]]()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{name}:{node.lineno}: imports must be absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield node.lineno, inner if inner in SOURCES else node.module
+                found.append((node.lineno, inner if inner in SOURCES else node.module))
+    return tuple(found)
 
 
 def room_of(name: str) -> tuple[str, int] | None:
@@ -195,7 +198,7 @@ def room_of(name: str) -> tuple[str, int] | None:
     return (package, rooms[0]) if rooms else None
 
 
-def room_violations(name: str, imports: Iterator[tuple[int, str]]) -> list[str]:
+def room_violations(name: str, imports: Iterable[tuple[int, str]]) -> list[str]:
     """The imports of a module from rooms behind its own."""
     room = room_of(name)
     if room is None:

@@ -138,12 +138,12 @@ for lost, call in (("main_grad", lambda: layer(torch.ones(2, 16))), ("capture", 
 
 
 def groups(names: list[str]) -> list[list[str]]:
-    """No name; then as many groups that each name is in two of them, no two names in the same two: one of any two is
-    missing while the other is there. Each name alone, where more than the default examples are asked for."""
+    """No name; then as many groups that each name is in three of them, no two names in the same three: of any two each
+    is missing once while the other is there. Each name alone, where more than the default examples are asked for."""
     if "MOEBIUS_EXAMPLES" in os.environ:
         return [[], *([name] for name in names)]
-    count = next(n for n in itertools.count(2) if math.comb(n, 2) >= len(names))
-    codes = list(zip(names, itertools.combinations(range(count), 2), strict=False))
+    count = next(n for n in itertools.count(3) if math.comb(n, 3) >= len(names))
+    codes = list(zip(names, itertools.combinations(range(count), 3), strict=False))
     return [[], *([name for name, code in codes if number in code] for number in range(count))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -28,9 +29,13 @@ from tests.support.training.moe_backward import REFERENCE, Problem, draw, routed
 from tests.support.training.tolerances import BF16, FP32
 
 
-@pytest.mark.parametrize("activation", strategies.all_activations(), ids=str)
-@pytest.mark.parametrize("weight_layout", ["in_out", "out_in"])
+@pytest.mark.parametrize(
+    ("activation", "weight_layout"),
+    list(zip(strategies.all_activations(), itertools.cycle(("in_out", "out_in", "in_out")), strict=False)),
+    ids=str,
+)
 def test_every_activation(activation: Activation, weight_layout: str) -> None:
+    """Layouts of weights by turns: every layout of gates, and none, has both."""
     spec = MoESpec(activation, weight_layout=weight_layout)
     draw(hard_routing("missing_ids"), spec, with_shared=True).check()
 
@@ -236,8 +241,8 @@ def test_capacity_is_the_forwards() -> None:
     assert plan.spec("saved.pre_activation").shape == (layout.capacity, 34) and layout.capacity == ids.size
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("layout", ["halves", "interleaved", "separate", None])
+@pytest.mark.parametrize(("activation", "layout"),
+    [("silu", "halves"), ("gelu", "interleaved"), ("silu", "separate"), ("gelu", None)])  # fmt: skip
 def test_overwriting_has_the_same_bits(activation: str, layout: str | None) -> None:
     """The gradient of the pre-activation in the memory of the pre-activation, and scratch in outputs and without."""
     gated = Activation(activation, gate_layout=layout) if layout else Activation(activation, False)
