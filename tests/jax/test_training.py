@@ -22,6 +22,7 @@ from moe_jax import SAVED_NAMES
 from moe_jax.bridge import ffi
 from moe_jax.trace import replay
 from tests.support.jax import (
+    ENGINES,
     REAL_KERNELS,
     on_engines,
     program_text,
@@ -70,8 +71,11 @@ def require_close(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
         np.testing.assert_allclose(np.asarray(gradient), expected, rtol=2e-5, atol=2e-5 * scale, err_msg=name)
 
 
-@on_engines
-@on_cases
+@pytest.mark.parametrize(
+    ("engine", "spec", "kind", "options"),
+    [pytest.param(engine, *case[1:], id=f"{case[0]}-{engine}") for engine in ENGINES for case in
+        (CASES if engine != "interpreter" else CASES[:3])],
+)  # fmt: skip
 def test_gradients_are_those_of_a_plain_loop(engine: str, spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
     with running_on(engine):
         problem = to_jax(make(spec, kind, **options))
