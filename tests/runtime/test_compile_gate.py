@@ -20,7 +20,7 @@ from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.plan.steps import Constant, Kernel, KernelLaunch, passed
 from tests.support.compile_gate.binaries import overwritten, resource_usage
-from tests.support.compile_gate.cover import ONLY, TUNED, cover, digest, everything, facts, sources, unrecorded
+from tests.support.compile_gate.cover import ONLY, TUNED, code, cover, digest, everything, facts, sources, unrecorded
 from tests.support.compile_gate.exchange_plans import narrow_moves
 from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record
 from tests.support.faults.kernel_copies import KERNELS, OpFault
@@ -90,18 +90,20 @@ def test_the_cover_compiles_within_limits(arch: str, part: int, tmp_path: pathli
         assert_within_limits(compiled(tmp_path, "cover", arch, str(part), str(PARTS[arch])))
 
 
-def test_digests_follow_what_binaries_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_follow_what_binaries_depend_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     plan, launch = next(found for found in cover(TUNED) if found[1].kernel == SM90_MATMUL_OGS)
     stages = tuple((name, Constant(99) if name == "STAGES" else value) for name, value in launch.arguments)
     others = [dataclasses.replace(launch, num_stages=99), dataclasses.replace(launch, arguments=stages)]
     digests = {digest(plan, one, TUNED) for one in (launch, *others)} | {digest(plan, launch, 100)}
     file = f"moe_core.ops.{SM90_MATMUL_OGS.name.partition(':')[0]}"
-    assert (KERNELS / "common" / "kernels" / "pdl.py").read_text() in sources(file), "it calls it through others"
+    assert code(KERNELS / "common" / "kernels" / "pdl.py") in sources(file), "it calls it through others"
     for name, new in (("sources", lambda module: "another text"), ("_measuring", lambda: "another compiler")):
         with monkeypatch.context() as patch:
             patch.setattr(f"tests.support.compile_gate.cover.{name}", new)
             digests.add(digest(plan, launch, TUNED))
     assert len(digests) == 6
+    (tmp_path / "kernel.py").write_text('"""A."""\n\n# B\ndef f(x):\n    """C\n    D"""\n    return "#" + x  # E\n')
+    assert code(tmp_path / "kernel.py") == 'def f(x):\n    return "#" + x'
 
 
 @not_in["suite"]

@@ -10,14 +10,17 @@ lacks for the architecture that kernels are tuned for, and writes it anew.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
 import heapq
 import importlib.metadata
+import io
 import json
 import re
 import sys
+import tokenize
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -119,16 +122,30 @@ def cover(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
     return [launches[number] for number in sorted(chosen)]
 
 
+def code(path: Path) -> str:
+    """A file without comments, docstrings and empty lines, on which no binary depends."""
+    text = path.read_text()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 @functools.cache
 def sources(module: str) -> str:
-    """The text of a file of kernels and of all that it imports from others."""
-    text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    """The code of a file of kernels and of all that it imports from others."""
+    text = code(ROOT / f"{module.replace('.', '/')}.py")
     return "\n".join([text, *(sources(name) for name in re.findall(r"^from (moe_core\S+) import", text, re.MULTILINE))])
 
 
 @functools.cache
 def _measuring() -> str:
-    return "\n".join([importlib.metadata.version("triton"), *(path.read_text() for path in _MEASURING)])
+    return "\n".join([importlib.metadata.version("triton"), *map(code, _MEASURING)])
 
 
 def digest(plan: LaunchPlan, launch: KernelLaunch, arch: int) -> str:
