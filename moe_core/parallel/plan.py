@@ -133,8 +133,8 @@ class ExchangePlan:
         """Return the most bytes that buffers and output of a forward take at once.
 
         received, returned, own: as for `buffers_of`. None: the worst case. scratch: bytes of the owner's op besides
-        input and results. static: with static shapes, as in JAX, whose owners copy rows of slots. Index arrays, a few
-        int32 a slot, are left out. Only in training the op's input stays. Later calls of torch may hold 64 MB longer.
+        input and results. static: owners copy rows of slots, as in JAX and for adapters. Index arrays, a few int32 a
+        slot, are left out. Only in training the op's input stays. Later calls of torch may hold 64 MB longer.
         """
         planner = _Planner(self, static)
         buffers, output = planner.buffers(received, returned, own), self.tokens * planner.row_bytes

@@ -240,8 +240,7 @@ class Exchange:
             own = None if brought.adapter_ids is None else routes.push_ids(brought.adapter_ids)
             del brought
             results_at = routes.results_at() if stored else None
-            stores_gradients = results_at is not None and owner.stores_gradients
-            gradients_at = routes.gradients_at(results_at) if stores_gradients else None
+            gradients_at = routes.gradients_at(results_at) if stored and owner.stores_gradients else None
             arrived = rows, TopK(routes.ids, row_weights), routes.group_tokens
             result = owner(*arrived, results_at, own, gradients_at)
             # Without training, rows that come home can use this memory.

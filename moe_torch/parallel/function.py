@@ -16,8 +16,8 @@ class Dispatch(torch.autograd.Function):
     """`(routes, x, wide, weights, stored) -> (rows [R, D] at their owners, their weights fp32)`.
 
     x `[T, D]` has no gradient and may be rows under way. wide `[T, D]`, not read, gets the gradient in its dtype: fp32,
-    or x's if nothing else flows into x. weights fp32 `[T, K]`: already sent by routes. stored: gradients of rows are
-    stored at `routes.results_at`, and autograd passes a stand-in.
+    or x's if nothing else flows into x. weights fp32 `[T, K]`: already sent by routes. stored: experts store the
+    gradient of rows, and autograd passes a stand-in.
     """
 
     @staticmethod

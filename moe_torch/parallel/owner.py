@@ -25,7 +25,7 @@ Multiprocessors = tuple[int | None, int | None]
 
 @dataclasses.dataclass
 class Owner:
-    """This rank's experts. top_k: of tokens at home. stores_gradients: d_x goes where results went. lora: adapters.
+    """This rank's experts. top_k: of tokens at home. stores_gradients: of rows, by address. lora: adapters.
     steps: see `ExchangeCall`. tensors: of the call, experts' included."""
 
     experts: ExpertWeights

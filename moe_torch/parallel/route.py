@@ -134,7 +134,7 @@ class Routes(Protocol):
         ...
 
     def gradients(self, of: Gradients, *, dtype: torch.dtype | None, stored: bool) -> Gradients:
-        """Send gradients of slots home (unless stored): d_x `[T, D]` of dtype, and of weights, fp32 `[T, K]`."""
+        """Bring gradients of slots home: d_x `[T, D]` of dtype, its rows stored or not, of weights fp32 `[T, K]`."""
         ...
 
 

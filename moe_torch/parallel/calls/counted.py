@@ -35,18 +35,10 @@ class Counted(RoutesPlanner):
 
     _begun: tuple[Any, Begun] | None = None
 
-    def __init__(
-        self,
-        call: ExchangeCall,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        *,
-        returns: bool = False,
-    ) -> None:
+    def __init__(self, call: ExchangeCall, *routing: Any, returns: bool = False) -> None:
         """returns: owners return results as rows."""
         self.stores = not returns and call.plan.stores
-        super().__init__(call, ids, weights, token_mask)
+        super().__init__(call, *routing)
 
     @property
     def _alone(self) -> bool:
