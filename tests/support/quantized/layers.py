@@ -16,9 +16,9 @@ from moe_torch.layers.weights import to_numpy
 D_MODEL, D_FF = 128, 128
 
 
-def layer_spec(scheme: str | None, d_ff: int = D_FF, **options: Any) -> MoELayerSpec:
+def layer_spec(scheme: str | None, d_ff: int = D_FF, top_k: int = 2, **options: Any) -> MoELayerSpec:
     experts = ExpertsSpec(bias=True, scheme=None if scheme is None else scheme_named(scheme))
-    return MoELayerSpec(D_MODEL, d_ff, 4, 2, experts=experts, **options)
+    return MoELayerSpec(D_MODEL, d_ff, 4, top_k, experts=experts, **options)
 
 
 def quantized_weights(scheme: str, **options: Any) -> tuple[LayerWeights, MoE]:

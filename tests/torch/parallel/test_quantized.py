@@ -72,7 +72,7 @@ def run(group: Any, weights: LayerWeights, kind: str, way: ExchangeSpec, engine:
 
 
 def compare(ranks: Pool, scheme: str, kind: str, way: ExchangeSpec, engine: str) -> None:
-    weights, _ = quantized_weights(scheme)
+    weights, _ = quantized_weights(scheme, top_k=3)
     found = ranks.call(run, [(weights, kind, way, engine)] * 2)
     with running_on(engine):
         expected = results(MoE.from_weights(weights), rows(2))
