@@ -96,8 +96,8 @@ def _origin(record: MachineRecord) -> str:
 @functools.cache
 def _counts(exponent: float, experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of experts from two halves of one draw: what was counted, and what comes then."""
-    halves = np.split(Zipf(exponent).ids(16384, top_k, experts), 2)
-    return tuple(np.bincount(half.reshape(-1), minlength=experts) for half in halves)
+    known, next_ones = np.split(Zipf(exponent).ids(16384, top_k, experts), 2)
+    return np.bincount(known.reshape(-1), minlength=experts), np.bincount(next_ones.reshape(-1), minlength=experts)
 
 
 @functools.cache

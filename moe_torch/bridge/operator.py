@@ -128,6 +128,9 @@ class Operator(Generic[_Parameters, _Result]):
         # Functional transforms see gradients defined in Python only above the dispatcher.
         if self._gradient is not None and private.transforming() is not False and self._asks_for_gradient(arguments):
             return self._gradient(*arguments)
+        if "memory" in self.names and arguments[place := self.names.index("memory")] is None:
+            # Modes that look at written arguments, as of `allow_mutation_on_saved_tensors`, take no absent ones.
+            arguments = (*arguments[:place], _no_bytes(arguments[0]), *arguments[place + 1 :])
         try:
             return self.overload(*arguments)
         except (AttributeError, RuntimeError) as error:
@@ -304,6 +307,10 @@ class Operator(Generic[_Parameters, _Result]):
         raise Unsupported(
             f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
         )
+
+
+def _no_bytes(like: Any) -> torch.Tensor | None:
+    return like.new_empty(0, dtype=torch.uint8) if isinstance(like, torch.Tensor) else None
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import moe_torch
 from moe_core.base.dtypes import numpy_dtype
@@ -362,38 +366,34 @@ def test_frozen_routers_weights_stay_until_a_backward(ranks: Pool, way: Exchange
         draw_problem(seed, placement, (5, 5), 2, "random", "float32", PLAIN, sizes=sizes_of(way)) for seed in (1, 2)
     ]
     found, expected = (ranks.call(expert_gradients, [(drawn, way, alone)] * 2) for alone in (False, True))
-    for own, one in zip(found, expected, strict=True):
-        for array, other in zip(own, one, strict=True):
-            np.testing.assert_array_equal(array, other, str(way))
+    for array, other in zip(*(itertools.chain(*one) for one in (found, expected)), strict=True):
+        np.testing.assert_array_equal(array, other, str(way))
 
 
-def gradients_of(group: Any, problem: Problem, how: str) -> list[np.ndarray]:
-    """Of x and this rank's experts, with the mode `all_to_all`."""
+def gradients_of(group: Any, problem: Problem, how: str, way: ExchangeSpec) -> list[np.ndarray]:
+    """Of x and this rank's experts."""
     own = to_torch(problem.ranks()[torch.distributed.get_rank(group)], "cpu")
     leaves = [own.x.requires_grad_(), *trained(own.experts).values()]
-    options: Any = {"parallel": parallel_of(group, ExchangeSpec(), problem), "placement": problem.placement}
+    options: Any = {"parallel": parallel_of(group, way, problem), "placement": problem.placement}
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return parallel_moe(x, own.experts, own.routing, problem.spec, **options).output
 
-    with running_on("reference"), poisoned(), torch.autograd.set_detect_anomaly(how == "searched for NaN"):
-        if how == "made again":
-            y = torch.utils.checkpoint.checkpoint(call, own.x, use_reentrant=False)
-        elif how == "copied":
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-                y = call(own.x)
-        else:
-            y = call(own.x)
+    saved: Any = torch.autograd.graph.allow_mutation_on_saved_tensors if how == "written" else contextlib.nullcontext
+    if how == "copied":
+        saved = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)
+    with running_on("reference"), poisoned(), saved(), torch.autograd.set_detect_anomaly(how == "searched for NaN"):
+        y = (functools.partial(checkpoint, call, use_reentrant=False) if how == "made again" else call)(own.x)
         if how == "twice":
             torch.autograd.grad(y.sum(), leaves, retain_graph=True)
         return [one.numpy() for one in torch.autograd.grad(y.sum(), leaves)]
 
 
-@pytest.mark.parametrize("how", ["copied", "made again", "searched for NaN", "twice"])
+@pytest.mark.parametrize("how", ["copied", "made again", "searched for NaN", "twice", "written"])
 def test_gradients_where_experts_store_results(ranks: Pool, how: str) -> None:
     """A rank has room behind the 69 rows that arrive; saved tensors may be others."""
     problem = draw_problem(1, placement_of("linear", 6, 2, 0), (36, 37), 3, "random", "float32", PLAIN, sizes=(16, 8))
-    found, expected = (ranks.call(gradients_of, [(problem, one)] * 2) for one in (how, ""))
-    for own, plain in zip(found, expected, strict=True):
-        for array, other in zip(own, plain, strict=True):
+    for way in (ExchangeSpec(), *PEER[: 2 * (how == "written")]):
+        found, expected = (ranks.call(gradients_of, [(problem, one, way)] * 2) for one in (how, ""))
+        for array, other in zip(*(itertools.chain(*one) for one in (found, expected)), strict=True):
             np.testing.assert_array_equal(array, other, how)
