@@ -34,7 +34,10 @@ PAIR_TESTS := $(addprefix tests/layers/,test_combinations.py test_routes.py)
 # Beside the suite: libraries around the layers. .ci/run has them in an environment without the others.
 RECIPE_TESTS := tests/recipes tests/checkpoint/convert/test_loaders.py
 
-.PHONY: environment parity test beside ranks pairs recipes pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
+# Beside the suite: the project's programs around the packages.
+PROGRAM_TESTS := tests/tools tests/benchmarks tests/mutate
+
+.PHONY: environment parity test beside ranks pairs recipes programs pages faults gate gate-all lint format bench bench-check bench-training memcheck soak upstream \
 	engines maxtext mutate fuzz docs docs-environment docs-version notebooks figures release-check clean
 
 environment:
@@ -46,18 +49,18 @@ parity:
 	.venv/bin/moe-parity --engines torch,jax
 
 test: environment
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs tests/jax/parallel $(RANK_TESTS) $(PAIR_TESTS) $(RECIPE_TESTS))
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore ,tests/faults tests/docs tests/jax/parallel $(RANK_TESTS) $(PAIR_TESTS) $(RECIPE_TESTS) $(PROGRAM_TESTS))
 
 # Expert parallelism, on processes that are ranks and on devices of the host.
 ranks: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RANK_TESTS)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
 
-# `ranks`, `pairs`, `faults` and `gate` as one run: a process that compiles fills the time that ranks wait for each other,
-# and none waits for the last test of each. Devices of JAX slow down beside ranks.
+# `ranks`, `pairs`, `programs`, `faults` and `gate` as one run: a process that compiles fills the time that ranks wait
+# for each other, and none waits for the last test of each. Devices of JAX slow down beside ranks.
 beside: environment
 	MOEBIUS_GATE=cover MOEBIUS_ARCHS=$(ARCHS) $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(GATE_TESTS) $(RANK_TESTS) \
-		$(PAIR_TESTS) tests/faults
+		$(PAIR_TESTS) $(PROGRAM_TESTS) tests/faults
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/jax/parallel
 
 # Covering arrays: each pair of features and each field on each route once.
@@ -67,6 +70,10 @@ pairs: environment
 # Layers inside of PEFT, qwix, accelerate and transformers.
 recipes: environment
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(RECIPE_TESTS)
+
+# Fuzzing, doctor and documentation site, benchmarks with their records, and the mutations.
+programs: environment
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PROGRAM_TESTS)
 
 # Every block of every page and every example, and what pages say of the project.
 pages: environment
