@@ -79,6 +79,7 @@ class Operator(Generic[_Parameters, _Result]):
         # An activation's up is rows.
         kept = {Role.WEIGHT, Role.INTO, *((Role.UP,) if Role.WEIGHT in roles.values() else ())}
         self._kept = frozenset(name for name, role in roles.items() if role in kept)
+        self._memory = self.names.index("memory") if "memory" in self.names else None
         self._differentiable: Collection[str] = ()
         self._gradient: Callable[..., Any] | None = None
         #: By metadata and, unless all outputs get new memory, by the wanted outputs.
@@ -128,9 +129,11 @@ class Operator(Generic[_Parameters, _Result]):
         # Functional transforms see gradients defined in Python only above the dispatcher.
         if self._gradient is not None and private.transforming() is not False and self._asks_for_gradient(arguments):
             return self._gradient(*arguments)
-        if "memory" in self.names and arguments[place := self.names.index("memory")] is None:
-            # Modes that look at written arguments, as of `allow_mutation_on_saved_tensors`, take no absent ones.
-            arguments = (*arguments[:place], _no_bytes(arguments[0]), *arguments[place + 1 :])
+        if self._memory is not None and private.clones_saved_tensors() and arguments[self._memory] is None:
+            # This mode looks at written arguments, and takes no absent ones.
+            for tensor in [one for one in arguments if isinstance(one, torch.Tensor)][:1]:
+                no_bytes = tensor.new_empty(0, dtype=torch.uint8)
+                arguments = (*arguments[: self._memory], no_bytes, *arguments[self._memory + 1 :])
         try:
             return self.overload(*arguments)
         except (AttributeError, RuntimeError) as error:
@@ -307,10 +310,6 @@ class Operator(Generic[_Parameters, _Result]):
         raise Unsupported(
             f"{self.name} takes ordinary CPU and CUDA tensors, got {type(arguments[0]).__name__}; convert it"
         )
-
-
-def _no_bytes(like: Any) -> torch.Tensor | None:
-    return like.new_empty(0, dtype=torch.uint8) if isinstance(like, torch.Tensor) else None
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

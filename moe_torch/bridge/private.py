@@ -115,6 +115,11 @@ compiles: Callable[[], Any] = _named("_guards.TracingContext.try_get", lambda: N
 transforming: Callable[[], bool | None] = _transforming or (lambda: None)
 #: Returns True if the current backward may run again, or torch does not tell. `transforming`: None if it does not.
 keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+_named("autograd.graph._allow_mutation_on_saved_tensors_enabled")
+#: Returns True inside of `allow_mutation_on_saved_tensors`, or if torch does not tell.
+clones_saved_tensors: Callable[[], bool] = functools.partial(
+    getattr, torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", True
+)
 is_wrapped: Callable[[torch.Tensor], bool] = _named(
     "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: bool(transforming())
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from moe_core.errors import Unsupported
-from moe_core.formats import QuantizedTensor
+from moe_core.formats import QuantizedTensor, format_named
 from moe_core.parallel import ExchangeSpec
 from moe_core.specs.operands import map_arrays, named_arrays, named_fields
 from moe_torch import LayerWeights, MoE
@@ -102,6 +103,21 @@ def test_every_bit_of_one_device(ranks: Pool, scheme: str, kind: str, way: Excha
 @pytest.mark.skipif(REAL_KERNELS != "interpreter", reason="gloo ranks run kernels in the interpreter alone")
 def test_interpreted_kernels_give_every_bit_of_one_device(ranks: Pool) -> None:
     compare(ranks, "mxfp4_w4a16", "round_robin", ExchangeSpec(), "interpreter")
+
+
+def rounded(group: Any, weights: LayerWeights, mutable: bool) -> np.ndarray:
+    """Outputs of rows that travel as fp8, perhaps in torch's mode for writes to saved tensors."""
+    way = ExchangeSpec("peer", format=format_named("fp8_group"))
+    mode = torch.autograd.graph.allow_mutation_on_saved_tensors() if mutable else contextlib.nullcontext()
+    with torch.no_grad(), mode:
+        return run(group, weights, "linear", way, "reference")["y"]
+
+
+def test_rounded_rows_where_saved_tensors_may_be_written(ranks: Pool) -> None:
+    """Their counts are stored without an x."""
+    weights, _ = quantized_weights("fp8_channel", top_k=3)
+    found, expected = (ranks.call(rounded, [(weights, mutable)] * 2) for mutable in (True, False))
+    np.testing.assert_array_equal(found, expected)
 
 
 def prepacked(group: Any, weights: LayerWeights, kind: str, first: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
