@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from moe_core.base.arrays import ArraySpec, require_spec
 from moe_core.base.dtypes import ID_DTYPES
@@ -46,9 +45,19 @@ def layout_shapes(call: Any) -> Outputs:
     capacity = slots
     if call.max_rows is not None:
         capacity = num_experts * call.max_rows
-    elif call.alignment > 1 and guard_or_true(slots > 0):
+    elif call.alignment > 1 and _or_true(slots > 0):
         capacity = slots + num_experts * (call.alignment - 1)
     return [((size,), torch.int32) for size in (num_experts, num_experts + 1, capacity, slots, 1)]
+
+
+def _or_true(condition: bool | torch.SymBool) -> bool:
+    """Return a condition, True where only a compiler's later call can tell."""
+    if isinstance(condition, bool):
+        return condition
+    # A second of sympy, which only a compiler needs.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
 
 
 def bounded_layout_shapes(call: Any) -> Outputs:

@@ -103,7 +103,8 @@ def test_planning_for_a_gpu_loads_neither_triton_nor_twins() -> None:
 def test_torch_front_end_without_jax_and_triton() -> None:
     run_blocked(
         ("jax", "jaxlib", "flax", "tvm_ffi", "jax_tvm_ffi", "triton"),
-        "import torch\nfrom moe_torch import ops\nassert not {'torch._dynamo', 'moe_jax'} & {*sys.modules}\n"
+        "import torch\nfrom moe_torch import ops, parallel\n"
+        "assert not {'torch._dynamo', 'sympy', 'moe_jax'} & {*sys.modules}\n"
         "array = torch.from_numpy\n" + MOE_CALL + WITHOUT_TRITON,
     )
 
