@@ -24,7 +24,7 @@ ROWS += [ARRAY.plainest([("parallel", "experts"), ("compile", "on"), ("autocast"
 ROWS += [ARRAY.plainest([("parallel", "DDP"), ("compile", "on"), ("trace", "replay"), ("norms", "router")])]
 _OF_GLOO = "Invalid scalar type"
 #: Rows of one call: all of them would be longer than the ranks may take.
-_TOGETHER = 4
+_TOGETHER = 2
 
 #: Blocks of models: by, PEFT, parallel, and around it.
 BLOCKS = {

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 MOST_RANKS = 4
-#: What ranks that load models would import each for itself.
-_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
+#: What ranks that load models, compile or shard would import each for itself, for up to seven seconds.
+_IMPORTED = [f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "gpt_oss")]
+_IMPORTED += ["torch._dynamo", "torch.distributed.fsdp"]
 #: Seconds until a call of the ranks counts as hanging, and until gloo gives up. Ranks on GPUs compile kernels first.
 TIMEOUT, GLOO_TIMEOUT, GPU_TIMEOUT = 60, 40, 120
 #: More groups than a call makes.
@@ -82,7 +83,7 @@ class Pool:
         # Forks of a process that has imported everything and has run nothing; a GPU's driver survives no fork.
         context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         if backend == "gloo":
-            context.set_forkserver_preload(["tests.support.parallel.torch", *_MODELS])
+            context.set_forkserver_preload(["tests.support.parallel.torch", *_IMPORTED])
         self.folder = tempfile.TemporaryDirectory()
         store = str(pathlib.Path(self.folder.name) / "store")
         self.pipes, self.processes, self.calls = [], [], 0
