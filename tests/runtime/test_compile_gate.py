@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -20,11 +21,23 @@ from moe_core.ops.matmul.portable.plan import MATMUL_OGS
 from moe_core.ops.matmul.sm90.plan import SM90_MATMUL_OGS
 from moe_core.plan.steps import Constant, Kernel, KernelLaunch, passed
 from tests.support.compile_gate.binaries import overwritten, resource_usage
-from tests.support.compile_gate.cover import ONLY, TUNED, code, cover, digest, everything, facts, sources, unrecorded
+from tests.support.compile_gate.cover import (
+    ONLY,
+    TUNED,
+    code,
+    cover,
+    digest,
+    everything,
+    facts,
+    fault_digests,
+    sources,
+    unrecorded,
+    unrecorded_faults,
+)
 from tests.support.compile_gate.exchange_plans import narrow_moves
 from tests.support.compile_gate.gate import GFX942, GROUPS, MODELS, Record
-from tests.support.faults.kernel_copies import KERNELS, OpFault
-from tests.support.faults.sm90 import FAULTS, run_on_faulty_copies
+from tests.support.faults import pdl, sm90
+from tests.support.faults.kernel_copies import KERNELS, OpFault, run_on_faulty_copies
 from tests.support.paths import ROOT
 
 #: What is compiled: `cover` by `make gate`, `all` by `make gate-all`, else by the suite a model for AMD alone.
@@ -106,6 +119,25 @@ def test_digests_follow_what_binaries_depend_on(monkeypatch: pytest.MonkeyPatch,
     assert code(tmp_path / "kernel.py") == 'def f(x):\n    return "#" + x'
 
 
+@pytest.mark.parametrize("faults", [sm90, pdl])
+def test_faults_are_compiled_again_where_what_they_show_may_change(
+    faults: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr("tests.support.compile_gate.cover.PASSED", tmp_path / "passed.json")
+    recorded = fault_digests(faults)
+    (tmp_path / "passed.json").write_text(json.dumps(list(recorded.values())))
+    assert unrecorded_faults(faults) == {} and len({*recorded.values()}) == len(faults.FAULTS)
+    name, files = next(iter(faults.FAULTS.items()))
+    for file, (fault, *others) in files.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(faults.FAULTS, name, files | {file: (OpFault(fault.old, fault.new + " "), *others)})
+            assert list(unrecorded_faults(faults)) == [name]
+    for changed in ("sources", "_measuring", "inspect.getsource"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tests.support.compile_gate.cover.{changed}", lambda *_: "another text")
+            assert unrecorded_faults(faults) == faults.FAULTS
+
+
 @not_in["suite"]
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_the_cover_holds_every_kernel_type_and_constant(arch: int) -> None:
@@ -149,21 +181,16 @@ def test_the_sm90_family_compiles_within_limits(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_faulty_copies_compile_to_other_instructions(part: int, tmp_path: pathlib.Path) -> None:
     """What `test_sm90.test_faults_are_found` finds on a GPU is there to be found: in PTX for `make gate-all`, else in
-    TTGIR."""
-    products = dict(list(FAULTS.items())[part::4])
-    folders = run_on_faulty_copies("compile" if EXTENT == "all" else "lower", tmp_path, products)
-    for product in products:
-        copies = [folder for folder in folders if folder.parent.name == product]
-        for folder in copies:
-            assert (folder / "status").read_text() == "0", (folder / "log").read_text()
-        assert len(copies) > 1 and len({(folder / "instructions").read_text() for folder in copies}) == len(copies)
+    TTGIR, of products that are not recorded."""
+    action, planted = ("compile", sm90.FAULTS) if EXTENT == "all" else ("lower", unrecorded_faults(sm90))
+    sm90.assert_faults_show(tmp_path, dict(list(planted.items())[part::4]), action)
 
 
 @not_in["suite"]
 @not_in["all"]
 def test_lines_that_moved_are_no_other_instructions(tmp_path: pathlib.Path) -> None:
-    moved = OpFault("import gluon\n", "import gluon\n\n\n")
-    folders = run_on_faulty_copies("lower", tmp_path, {"result": {SM90_MATMUL_OGS.name.partition(":")[0]: (moved,)}})
+    file, moved = SM90_MATMUL_OGS.name.partition(":")[0], OpFault("import gluon\n", "import gluon\n\n\n")
+    folders = run_on_faulty_copies("sm90", tmp_path, {"result": {file: (moved,)}}, "lower")
     assert len(folders) == 2 and len({(folder / "instructions").read_text() for folder in folders}) == 1
 
 

@@ -4,8 +4,9 @@ power of two divides.
 
 Run as `python -m tests.support.compile_gate.cover ARCH PART PARTS` in a process without TRITON_INTERPRET; prints one
 JSON list of records, like the gate's own script, of every PARTS-th launch from PART on. A launch that passed.json names
-is left out: with its sources, constants and compiler it was within the limits. `cover --record` compiles what the file
-lacks for the architecture that kernels are tuned for, and writes it anew.
+is left out: with its sources, constants and compiler it was within the limits. So are copies with planted faults that
+it names. `cover --record` compiles what the file lacks for the architecture that kernels are tuned for, and writes it
+anew.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ import functools
 import hashlib
 import heapq
 import importlib.metadata
+import inspect
 import io
 import json
 import re
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from moe_core.base.target import Target
 from moe_core.plan.steps import Constant, KernelLaunch, LaunchPlan
 from moe_core.runtime.compiler import launch_signature
 from tests.support.compile_gate.gate import GROUPS, NUM_SMS, Record, distinct_launches, measure
+from tests.support.faults import instructions, pdl, sm90
+from tests.support.faults.kernel_copies import Planted, import_from, plant
 from tests.support.paths import ROOT
 
 #: Groups of kernels for one architecture alone.
@@ -148,11 +154,11 @@ def _measuring() -> str:
     return "\n".join([importlib.metadata.version("triton"), *map(code, _MEASURING)])
 
 
-def digest(plan: LaunchPlan, launch: KernelLaunch, arch: int) -> str:
-    """Of all that a launch's record depends on: sources, types, constants, the compiler, and what measures."""
+def digest(plan: LaunchPlan, launch: KernelLaunch, arch: int, judged: str = "") -> str:
+    """Of what a launch's record depends on: sources, types, constants, compiler, what measures it, and `judged`."""
     constants = [(name, value.value) for name, value in launch.arguments if isinstance(value, Constant)]
     options = (arch, launch.kernel, launch_signature(plan, launch), constants, launch.num_warps, launch.num_stages)
-    text = f"{options}\n{sources('moe_core.ops.' + launch.kernel.name.partition(':')[0])}\n{_measuring()}"
+    text = f"{options}\n{sources('moe_core.ops.' + launch.kernel.name.partition(':')[0])}\n{_measuring()}{judged}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -162,6 +168,24 @@ def unrecorded(arch: int) -> list[tuple[LaunchPlan, KernelLaunch]]:
     return [found for found in cover(arch) if digest(*found, arch) not in passed]
 
 
+def fault_digests(faults: ModuleType) -> dict[str, str]:
+    """By entry of a module's FAULTS: a digest of its launch, of the faults, and of what judges their copies."""
+    judging = map(inspect.getsource, (plant, import_from, instructions, faults.judge, faults.assert_faults_show))
+    judged_by = "\n".join(judging)
+    launches = {name: faults.launch_of(name) for name in faults.FAULTS}
+    return {
+        name: digest(plan, launch, TUNED, f"{faults.FAULTS[name]}\n{judged_by}")
+        for name, (plan, launch) in launches.items()
+    }
+
+
+def unrecorded_faults(faults: ModuleType) -> Planted:
+    """Faults that passed.json does not name: their copies must show them."""
+    passed = set(json.loads(PASSED.read_text()))
+    digests = fault_digests(faults)
+    return {name: files for name, files in faults.FAULTS.items() if digests[name] not in passed}
+
+
 def compiled(arch: int, part: int, parts: int) -> list[Record]:
     device = Target("cuda", arch, NUM_SMS[arch])
     return [measure(plan, launch, device) for plan, launch in unrecorded(arch)[part::parts]]
@@ -169,12 +193,16 @@ def compiled(arch: int, part: int, parts: int) -> list[Record]:
 
 def record() -> None:
     """Compile what passed.json lacks, and write the cover of today. Raises AssertionError with what breaks a limit."""
-    digests = sorted(digest(*found, TUNED) for found in cover(TUNED))
+    digests = [digest(*found, TUNED) for found in cover(TUNED)]
+    for faults in (sm90, pdl):
+        with tempfile.TemporaryDirectory() as folder:
+            faults.assert_faults_show(Path(folder), unrecorded_faults(faults))
+        digests += fault_digests(faults).values()
     with ProcessPoolExecutor() as pool:
         parts = list(pool.map(compiled, [TUNED] * 8, range(8), [8] * 8))
     broken = [f"{violation}: {one.label}" for part in parts for one in part for violation in one.violations()]
     assert not broken, "\n".join(broken)
-    PASSED.write_text(json.dumps(digests, indent=0) + "\n")
+    PASSED.write_text(json.dumps(sorted(digests), indent=0) + "\n")
 
 
 if __name__ == "__main__":

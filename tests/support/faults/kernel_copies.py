@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,8 @@ class OpFault:
 
 #: Of the copy that is the control, planted where the kernel file is empty.
 NO_FAULT = OpFault("", "")
+#: Faults by what is compiled or run on each copy, and by kernel file.
+Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
 
 def kernel_files() -> dict[str, Path]:
@@ -91,3 +94,22 @@ def run_on_copy(folder: Path, action: Callable[[], int]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(status)
+
+
+def run_on_faulty_copies(script: str, folder: Path, planted: Planted, *arguments: str) -> dict[Path, OpFault]:
+    """Copies of the kernels in folders that are named after entries of `planted`, the first one for each unchanged,
+    after a script of `tests.support.faults` has run on them, without TRITON_INTERPRET."""
+    folders = {}
+    for name, files in planted.items():
+        (folder / name).mkdir()
+        faults = [("", NO_FAULT), *((kernel_file, fault) for kernel_file in files for fault in files[kernel_file])]
+        for number, (kernel_file, fault) in enumerate(faults):
+            copy = folder / name / f"{kernel_file or 'unchanged'}-{number}"
+            plant(kernel_file, fault, copy)
+            folders[copy] = fault
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-m", f"tests.support.faults.{script}", *arguments, *map(str, folders)]
+    if folders:
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    return folders

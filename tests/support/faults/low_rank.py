@@ -14,13 +14,13 @@ from moe_core.ops.moe.forward import plan_moe
 from moe_core.ops.moe.options import ForwardOptions
 from moe_core.parity.tolerance import Tolerance
 from moe_core.plan.steps import Kernel, LaunchPlan
-from tests.support.faults.kernel_copies import OpFault
+from tests.support.faults.kernel_copies import OpFault, Planted
 from tests.support.harness import engine_target
 from tests.support.training.lora import OAI, REFERENCE, drawn_in_tiles, prepacked
 
 _ROWS, _ALSO = "matmul.sm90_packed.kernels.low_rank", "matmul.sm90_packed.kernels.tail"
 #: Of tiles of 64 rows with several adapters and several steps of ranks, and of few rows with many slots.
-LOW_RANK_FAULTS: dict[str, dict[str, tuple[OpFault, ...]]] = {
+LOW_RANK_FAULTS: Planted = {
     "tails": {
         _ROWS: (
             OpFault("(tail.SLOTS + 1) + 1 + adapter_read", "(tail.SLOTS + 1) + adapter_read"),

@@ -11,8 +11,6 @@ its kernels from there leaves its exit status in `status` in the folder and its 
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, TileConfig, WeightGradientSpec
 from moe_core.specs.operands import map_arrays
 from tests.support.faults.instructions import INSTRUCTIONS, TARGET
-from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, plant, run_on_copy
+from tests.support.faults.kernel_copies import COMPILER, OpFault, Planted, run_on_copy, run_on_faulty_copies
 from tests.support.faults.low_rank import TAILED, Tailed
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
@@ -40,11 +38,7 @@ from tests.support.matmul.composed import expected_composed, filled_rows, plan_c
 from tests.support.matmul.sm90_fp8_cases import Fp8Product
 from tests.support.matmul.sm90_packed import draw_product, prepacked, run_product
 from tests.support.matmul.weight_gradient import Ragged, expected_of, many_rows, run_op
-from tests.support.paths import ROOT
 from tests.support.strategies import draw_ids, layout_arrays
-
-#: Faults by product and kernel file.
-Planted = dict[str, dict[str, tuple[OpFault, ...]]]
 
 #: None changes a wait, or an address beyond what is clamped or masked afterwards: no copy hangs or leaves its arrays.
 FAULTS: Planted = {
@@ -345,11 +339,12 @@ PRODUCTS = TAILED | {
 }
 
 
-def _compile(product: Product | Gradient | Fp8Product | Prepared | Tailed, folder: Path, action: str) -> int:
+def launch_of(name: str) -> tuple[LaunchPlan, KernelLaunch]:
+    """A product's plan, and the first launch of its kernel."""
+    product = PRODUCTS[name]
     plan = product.plan(TARGET)
     launch, *_ = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel == product.kernel]
-    (folder / "instructions").write_text(INSTRUCTIONS[action](plan, launch))
-    return 0
+    return plan, launch
 
 
 def _run(product: Product | Gradient | Fp8Product | Prepared | Tailed, folder: Path) -> int:
@@ -364,34 +359,30 @@ def _run(product: Product | Gradient | Fp8Product | Prepared | Tailed, folder: P
     return 0
 
 
-def _act(action: str, folder: Path) -> int:
-    product = PRODUCTS[folder.parent.name]
-    status = _run(product, folder) if action == "run" else _compile(product, folder, action)
+def judge(folder: Path, action: str) -> int:
+    status, name = 0, folder.parent.name
+    if action == "run":
+        status = _run(PRODUCTS[name], folder)
+    else:
+        (folder / "instructions").write_text(INSTRUCTIONS[action](*launch_of(name)))
     assert importlib.import_module("moe_core.ops.matmul.sm90.kernels.matmul").__file__ == str(
         folder / "matmul" / "sm90" / "kernels" / "matmul.py"
     )
     return status
 
 
-def run_on_faulty_copies(action: str, folder: Path, planted: Planted) -> dict[Path, OpFault]:
-    """Copies of the kernels, the first one for each product unchanged, after `tests.support.faults.sm90` has run on
-    them."""
-    folders = {}
-    for product, files in planted.items():
-        (folder / product).mkdir()
-        faults = [("", NO_FAULT), *((name, fault) for name, found in files.items() for fault in found)]
-        for number, (kernel_file, fault) in enumerate(faults):
-            copy = folder / product / f"{kernel_file or 'unchanged'}-{number}"
-            plant(kernel_file, fault, copy)
-            folders[copy] = fault
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.faults.sm90", action, *map(str, folders)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
-    return folders
+def assert_faults_show(folder: Path, planted: Planted, action: str = "lower") -> None:
+    """Each copy of a product compiles to instructions of its own, the unchanged one too."""
+    folders = run_on_faulty_copies("sm90", folder, planted, action)
+    for product in planted:
+        copies = [copy for copy in folders if copy.parent.name == product]
+        for copy in copies:
+            assert (copy / "status").read_text() == "0", (copy / "log").read_text()
+        assert len(copies) > 1 and len({(copy / "instructions").read_text() for copy in copies}) == len(copies), product
 
 
 if __name__ == "__main__":
     for name in COMPILER:
         importlib.import_module(name)
     for place in sys.argv[2:]:
-        run_on_copy(Path(place), lambda folder=Path(place): _act(sys.argv[1], folder))
+        run_on_copy(Path(place), lambda folder=Path(place): judge(folder, sys.argv[1]))
