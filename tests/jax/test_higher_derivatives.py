@@ -43,8 +43,8 @@ def x64() -> Iterator[None]:
         yield
 
 
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([*shape, seed]).standard_normal(shape))
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([*shape, seed]).standard_normal(shape)
 
 
 def is_float(array: Any) -> bool:
@@ -52,9 +52,7 @@ def is_float(array: Any) -> bool:
 
 
 def wide(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda one: jnp.asarray(one, jnp.float64) if is_float(np.asarray(one)) else jnp.asarray(one), tree
-    )
+    return jax.tree.map(lambda one: one.astype(np.float64) if is_float(one) else one, tree)
 
 
 def check(function: Callable[..., Any], *arguments: Any) -> None:
@@ -68,28 +66,27 @@ def check(function: Callable[..., Any], *arguments: Any) -> None:
             every[number] = one
         return [one for one in jax.tree.leaves(function(*jax.tree.unflatten(structure, every))) if is_float(one)]
 
-    point = [flat[number] for number in places]
+    point = [np.asarray(flat[number]) for number in places]
     along = [draw(*one.shape, seed=number) for number, one in enumerate(point)]
     factors = [draw(*one.shape, seed=99) for one in jax.eval_shape(of, point)]
 
     def dot(first: Any, second: Any) -> Any:
         return sum(jnp.vdot(one, other) for one, other in zip(first, second, strict=True))
 
-    def gradient(given: list[jax.Array]) -> list[jax.Array]:
-        return jax.grad(lambda given: dot([jnp.sin(one) for one in of(given)], factors))(given)
+    def value(given: list[jax.Array]) -> jax.Array:
+        return dot([jnp.sin(one) for one in of(given)], factors)
 
     @compile_quickly
     def every(point: Any, along: Any) -> Any:
-        _, moved = jax.jvp(of, (point,), (along,))
-        back = jax.vjp(of, point)[1](factors)[0]
-        slope, curved = jax.jvp(gradient, (point,), (along,))
-        twice = jax.grad(lambda given: dot(gradient(given), along))(point)
-        return dot(moved, factors), dot(back, along), slope, curved, twice
+        _, moved = jax.jvp(value, (point,), (along,))
+        slope, curved = jax.jvp(jax.grad(value), (point,), (along,))
+        twice = jax.vjp(jax.grad(value), point)[1](along)[0]
+        return moved, dot(slope, along), slope, curved, twice
 
-    forward, back, _, curved, twice = every(point, along)
+    forward, back, _, curved, twice = jax.tree.map(np.asarray, every(point, along))
     np.testing.assert_allclose(forward, back, rtol=1e-11, atol=1e-12)
     ends = [[one + sign * STEP * step for one, step in zip(point, along, strict=True)] for sign in (1, -1)]
-    near = [every(end, along)[2] for end in ends]
+    near = [jax.tree.map(np.asarray, every(end, along)[2]) for end in ends]
     for number, (one, other) in enumerate(zip(curved, twice, strict=True)):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
         difference = (near[0][number] - near[1][number]) / (2 * STEP)
