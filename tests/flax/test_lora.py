@@ -246,7 +246,9 @@ def test_layers_in_stages(name: str) -> None:
     without = nnx.jit(lambda layer: layer(x, token_mask=mask))
     for slot, factors in enumerate(drawn):
         rows = (slots == slot) & used
-        np.testing.assert_allclose(y[rows], np.asarray(without(merged(plain, factors, 2.0)))[rows], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            y[rows], np.asarray(without(merged(plain, factors, 2.0)))[rows], rtol=1e-3, atol=1e-3
+        )
     rows = (slots < 0) | (slots == 2)
     np.testing.assert_array_equal(y[rows], np.asarray(without(plain))[rows])
     assert all(np.abs(one[:2]).sum() > 0 and not one[2].any() for one in jax.tree.leaves(gradients))
