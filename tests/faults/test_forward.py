@@ -6,16 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.faults.backward import FAULTS as BACKWARD_FAULTS
-from tests.support.faults.backward import TESTS
 from tests.support.faults.forward import FAULTS, Fault
-from tests.support.faults.kernel_copies import NO_FAULT, OpFault, kernel_files, plant
+from tests.support.faults.kernel_copies import OpFault, kernel_files, plant
 from tests.support.faults.low_rank import LOW_RANK_FAULTS
+from tests.support.faults.op_tests import FINDERS, PACKAGES, faults_of, finder_in, run_tests_on_copies
 from tests.support.faults.pdl import FAULTS as PDL_FAULTS
 from tests.support.faults.quantized import FAULTS as QUANTIZED_FAULTS
 from tests.support.faults.sm90 import FAULTS as SM90_FAULTS
@@ -59,8 +60,7 @@ def test_every_kernel_file_has_faults() -> None:
     compiled = {name for products in planted for found in products.values() for name in found}
     # Faults in the order of its stages: tests/ops/matmul/test_hopper_order.py.
     compiled.add("matmul.sm90.kernels.tail")
-    quantized = {name for found in QUANTIZED_FAULTS.values() for name, _ in found}
-    assert set(FAULTS) | set(BACKWARD_FAULTS) | quantized | compiled == files
+    assert set(FAULTS) | {name for _, _, name, _ in chain(*map(faults_of, PACKAGES))} | compiled == files
     assert set(FAULTS) == {name for group in GROUPS for name in group}
 
 
@@ -79,10 +79,11 @@ def test_no_fault_was_lost() -> None:
 
 
 def test_every_fault_has_its_place() -> None:
-    """The line that each replaces stands in its kernel file."""
+    """The line that each replaces stands in its kernel file, and no other has a test of an op."""
     compiled = (SM90_FAULTS, TALL_FAULTS, SWAPPED_FAULTS, MIXED_INPUT_TALL_FAULTS, LOW_RANK_FAULTS, PDL_FAULTS)
-    planted = [*FAULTS.items(), *BACKWARD_FAULTS.items()]
-    planted += [(name, (fault,)) for found in QUANTIZED_FAULTS.values() for name, fault in found]
+    of_ops = {name: (kernel_file, (fault,)) for name, _, kernel_file, fault in chain(*map(faults_of, PACKAGES))}
+    assert set(json.loads(FINDERS.read_text())) == set(of_ops)
+    planted = [*FAULTS.items(), *of_ops.values()]
     planted += [item for products in compiled for files in products.values() for item in files.items()]
     files = kernel_files()
     lost = [
@@ -120,22 +121,18 @@ def test_faults_are_found_at_their_stage(kernel_files: tuple[str, ...], tmp_path
         assert engine["first_divergent_stage"] == fault.stage, f"{folder.name}: {fault}\n{log}"
 
 
-#: (tests, the kernel file and fault of each copy): of the backward by kernel file, of quantised operands by tests.
-OF_OPS = [(TESTS[name], [(name, fault) for fault in faults]) for name, faults in BACKWARD_FAULTS.items()]
-OF_OPS += [(tests, list(faults)) for tests, faults in QUANTIZED_FAULTS.items()]
-
-
-@pytest.mark.parametrize(("tests", "faults"), OF_OPS, ids=[*BACKWARD_FAULTS, *QUANTIZED_FAULTS])
-def test_faults_are_found_by_the_tests_of_ops(tests: str, faults: list[tuple[str, OpFault]], tmp_path: Path) -> None:
-    """The first copy is unchanged, as a control: what fails the others is the fault, not the copying, since the tests
-    that fail there pass here."""
-    folders = {tmp_path / str(number): fault for number, (_, fault) in enumerate((("", NO_FAULT), *faults))}
-    for folder, (kernel_file, fault) in zip(folders, (("", NO_FAULT), *faults), strict=True):
-        plant(kernel_file, fault, folder)
-    command = [sys.executable, "-m", "tests.support.faults.backward", tests, *map(str, folders)]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
-    for folder, fault in folders.items():
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("packages", PACKAGES)
+def test_faults_are_found_by_the_tests_of_ops(packages: tuple[str, ...], tmp_path: Path) -> None:
+    """The control is unchanged: what fails the others is the fault, not the copying, since the tests that fail there
+    pass here."""
+    finders = json.loads(FINDERS.read_text())
+    folders = run_tests_on_copies(packages, tmp_path, finders)
+    for name, folder in folders.items():
         log = (folder / "log").read_text()
-        wanted = pytest.ExitCode.OK if fault is NO_FAULT else pytest.ExitCode.TESTS_FAILED
-        assert (folder / "status").read_text() == str(int(wanted)), f"{fault}\n{log}"
-        assert fault is NO_FAULT or "AssertionError" in log, f"{fault} broke the kernel instead of its numbers\n{log}"
+        wanted = pytest.ExitCode.OK if name == "control" else pytest.ExitCode.TESTS_FAILED
+        assert (folder / "status").read_text() == str(int(wanted)), f"{name}\n{log}"
+        assert name == "control" or "AssertionError" in log, f"{name} broke the kernel instead of its numbers\n{log}"
+    found = {name: finder_in(folder) for name, folder in folders.items() if name != "control"}
+    others = {name: test for name, test in found.items() if test != finders.get(name)}
+    assert not others, f"{others} are not in {FINDERS.name}; run `python -m tests.support.faults.op_tests --record`"

@@ -1,21 +1,8 @@
-"""Faults planted in copies of the backward's kernels, and the process that runs their op tests on each copy.
-
-Run as a script: `python -m tests.support.faults.backward TESTS CONTROL FOLDER...`. pytest collects the file of tests
-once; each folder of kernels has a fork that runs the tests on them up to the first failure and leaves pytest's exit
-status in `status` in its folder, its output in `log` and the name of the failed test in `failed`. CONTROL holds
-unchanged kernels: the last fork runs on them every test that failed in another.
-"""
+"""Faults planted in copies of the backward's kernels; `tests.support.faults.op_tests` runs tests of ops on each."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections import Counter
-from pathlib import Path
-
-import pytest
-
-from tests.support.faults.kernel_copies import INTERPRETER, OpFault, run_on_copy
+from tests.support.faults.kernel_copies import OpFault
 
 #: By kernel file; its tests are in TESTS. None reads or writes outside of its arrays.
 FAULTS: dict[str, tuple[OpFault, ...]] = {
@@ -195,7 +182,7 @@ FAULTS: dict[str, tuple[OpFault, ...]] = {
         OpFault("(gone > 0) | other", "gone > 0"),
         OpFault("placed = (local >= 0) & (number < most)", "placed = (local >= 0) & (number <= most - 2)"),
         OpFault("before += tl.where(blocks < block, slots, 0)", "before += slots * 0"),
-        OpFault("tl.where(number < first, 0, -own)", "-own"),
+        OpFault("tl.where(number < first, 0, -own)", "tl.maximum(-own, -number)"),
         OpFault("number.to(tl.int64) * row_bytes", "number.to(tl.int64) * 4"),
     ),
     "routing.kernels.rounding": (
@@ -280,66 +267,3 @@ TESTS = {
     "exchange.kernels.pull": "tests/ops/exchange/test_exchange.py",
     **{f"lora.kernels.{name}": "tests/ops/lora" for name in ("groups", "dropout", "factors", "tail")},
 }
-
-
-class _OnCopies:
-    """Runs the collected tests once per folder, each time in a fork."""
-
-    def __init__(self, control: Path, folders: list[Path]) -> None:
-        self._control, self._folders = control, folders
-
-    @staticmethod
-    def pytest_collection() -> None:
-        """That a drawn example fails is enough; making it smaller takes a hundred times as long. Chosen after
-        conftest.py chose its profile and before the tests, which take the one of that moment."""
-        from hypothesis import Phase, settings
-
-        settings.register_profile("faults", settings.get_profile("moebius"), phases=[Phase.generate])
-        settings.load_profile("faults")
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """In the place of pytest's own loop. What every fork imports and is no kernel is imported before."""
-        for name in INTERPRETER:
-            importlib.import_module(name)
-        assert session.items, "no test was collected"
-        # The first case of every test, then the second: most faults fail all cases of a test. The costliest, hundreds
-        # of experts, come last: few faults need them.
-        cases: Counter[str] = Counter()
-        ranked = []
-        for item in session.items:
-            test = item.nodeid.partition("[")[0]
-            ranked.append(("many_experts" in item.name, cases[test], item))
-            cases[test] += 1
-        items = [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
-        failed: set[str] = set()
-        for folder in self._folders:
-            # What has failed before finds the next fault soon, too.
-            items.sort(key=lambda item: item.nodeid not in failed)
-            run_on_copy(folder, lambda folder=folder: _run_until_one_fails(session, items, folder))
-            if (folder / "failed").exists():
-                failed.add((folder / "failed").read_text())
-        found = [item for item in items if item.nodeid in failed]
-        run_on_copy(self._control, lambda: _run_until_one_fails(session, found, self._control))
-        return True
-
-    @staticmethod
-    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-        """Forks end before pytest would show what failed."""
-        if report.failed:
-            print(f"\n{report.nodeid}\n{report.longreprtext}")
-
-
-def _run_until_one_fails(session: pytest.Session, items: list[pytest.Item], folder: Path) -> int:
-    for item in items:
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        if session.testsfailed:
-            (folder / "failed").write_text(item.nodeid)
-            return int(pytest.ExitCode.TESTS_FAILED)
-    return int(pytest.ExitCode.OK)
-
-
-if __name__ == "__main__":
-    control, *folders = map(Path, sys.argv[2:])
-    plugin = _OnCopies(control, folders)
-    # Without capturing, what the forks print lies in their logs.
-    sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", sys.argv[1]], plugins=[plugin]))

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.faults.kernel_copies import INTERPRETER, OpFault, run_on_copy
+from tests.support.faults.kernel_copies import INTERPRETER, OpFault, prepare_forks, run_on_copy
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def _run_parity(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for name in ("moe_torch.parity.torch", "moe_core.parity.cli", "numpy.random", *INTERPRETER):
-        importlib.import_module(name)
+    prepare_forks(("moe_torch.parity.torch", "moe_core.parity.cli", *INTERPRETER))
     # Forks live for seconds: none has time to go through all that the frameworks hold in search of garbage.
     gc.disable()
     for place, options in json.loads(sys.argv[1]):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,10 @@ KERNELS = ROOT / "moe_core" / "ops"
 #: Status of a fork that ended by an exception: none of what is run there gives it.
 BROKEN = 99
 #: What forks that interpret or compile kernels import and is no kernel: imported before, it is imported once.
-INTERPRETER = ("triton.runtime.interpreter", "moe_core.runtime.interpreter.patches")
+INTERPRETER = (
+    *("triton.runtime.interpreter", "moe_core.runtime.interpreter.patches"),
+    *("numpy.random", "numpy.testing"),
+)
 COMPILER = ("triton.compiler.compiler", "triton.backends.nvidia.compiler")
 
 
@@ -71,6 +75,13 @@ def import_from(folder: Path) -> None:
     for package in sorted({name.rpartition(".")[0] for name in known}):
         path = importlib.import_module(f"moe_core.ops.{package}").__path__
         path.insert(0, str(folder.joinpath(*package.split("."))))
+
+
+def prepare_forks(modules: Iterable[str]) -> None:
+    """Do once what every fork would do: import modules, and look where they lie, which `inspect` keeps."""
+    for name in modules:
+        importlib.import_module(name)
+    inspect.getmodule(compile("", "nowhere", "exec"))
 
 
 def run_on_copy(folder: Path, action: Callable[[], int]) -> None:

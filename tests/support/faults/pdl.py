@@ -8,7 +8,6 @@ its exit status in `status` in the folder: 0 where the order holds, ORDER_BROKEN
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,15 @@ from moe_core.ops.moe import forward as moe
 from moe_core.plan.steps import KernelLaunch, LaunchPlan
 from tests.support.compile_gate.pdl_order import adapted_plan, layer_plan, order_violation, quantized_plan
 from tests.support.faults.instructions import TARGET, ptx_of
-from tests.support.faults.kernel_copies import COMPILER, NO_FAULT, OpFault, Planted, run_on_copy, run_on_faulty_copies
+from tests.support.faults.kernel_copies import (
+    COMPILER,
+    NO_FAULT,
+    OpFault,
+    Planted,
+    prepare_forks,
+    run_on_copy,
+    run_on_faulty_copies,
+)
 
 _JOIN, _CALL = "    join(PDL)\n", "        tl.extra.cuda.gdc_{}()\n"
 _WAIT, _ALLOW = _CALL.format("wait"), _CALL.format("launch_dependents")
@@ -92,7 +99,6 @@ def assert_faults_show(folder: Path, planted: Planted) -> None:
 
 
 if __name__ == "__main__":
-    for name in COMPILER:
-        importlib.import_module(name)
+    prepare_forks(COMPILER)
     for place in sys.argv[1:]:
         run_on_copy(Path(place), lambda folder=Path(place): judge(folder))

@@ -1,5 +1,5 @@
 """Faults planted in copies of the kernels of quantised operands, and of what routers give in other dtypes;
-`tests.support.faults.backward` runs the tests on each."""
+`tests.support.faults.op_tests` runs the tests on each."""
 
 from __future__ import annotations
 

@@ -30,7 +30,14 @@ from moe_core.plan.steps import Kernel, KernelLaunch, LaunchPlan
 from moe_core.specs import Activation, LayoutSpec, MatmulSpec, MatmulTuning, TileConfig, WeightGradientSpec
 from moe_core.specs.operands import map_arrays
 from tests.support.faults.instructions import INSTRUCTIONS, TARGET
-from tests.support.faults.kernel_copies import COMPILER, OpFault, Planted, run_on_copy, run_on_faulty_copies
+from tests.support.faults.kernel_copies import (
+    COMPILER,
+    OpFault,
+    Planted,
+    prepare_forks,
+    run_on_copy,
+    run_on_faulty_copies,
+)
 from tests.support.faults.low_rank import TAILED, Tailed
 from tests.support.harness import engine_target, spec_of
 from tests.support.matmul.cases import Case, build, expected_matmul, run_matmul
@@ -382,7 +389,6 @@ def assert_faults_show(folder: Path, planted: Planted, action: str = "lower") ->
 
 
 if __name__ == "__main__":
-    for name in COMPILER:
-        importlib.import_module(name)
+    prepare_forks(COMPILER)
     for place in sys.argv[2:]:
         run_on_copy(Path(place), lambda folder=Path(place): judge(folder, sys.argv[1]))
