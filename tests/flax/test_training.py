@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,18 +43,22 @@ def value_of(y: jax.Array, balance: jax.Array, z: jax.Array) -> jax.Array:
     return ((y - target) ** 2).mean() + 0.1 * balance + 0.01 * z
 
 
-def layer_value(result: tuple[jax.Array, MoEAux]) -> jax.Array:
-    y, aux = result
-    return value_of(y, aux.load_balance_loss, aux.z_loss)
+def layer_value(layer: Any, x: jax.Array) -> tuple[jax.Array, MoEAux]:
+    y, aux = layer(x, return_aux=True)
+    return value_of(y, aux.load_balance_loss, aux.z_loss), aux
 
 
-def plain_gradients(parameters: Any, x: jax.Array, spec: MoELayerSpec, aux: MoEAux) -> tuple[Any, jax.Array]:
-    def loss(parameters: Any, x: jax.Array) -> jax.Array:
-        output, _, logits = plain(problem_of(parameters, x, spec), np.asarray(aux.ids), spec.moe_spec(MAXTEXT))
+@functools.cache
+def plainly(family: str) -> Callable[..., tuple[Any, jax.Array]]:
+    """(parameters, x, ids, tokens_per_expert) -> gradients of the first two in the loop."""
+    spec = preset(family)
+
+    def loss(parameters: Any, x: jax.Array, ids: jax.Array, tokens_per_expert: jax.Array) -> jax.Array:
+        output, _, logits = plain(problem_of(parameters, x, spec), ids, spec.moe_spec(MAXTEXT))
         assert logits is not None
-        return value_of(output, *layers.router_losses(logits, aux.tokens_per_expert, spec=spec.router))
+        return value_of(output, *layers.router_losses(logits, tokens_per_expert, spec=spec.router))
 
-    return compile_quickly(jax.grad(loss, argnums=(0, 1)))(parameters, x)
+    return compile_quickly(jax.grad(loss, argnums=(0, 1)))
 
 
 def require_close(ours: Any, wanted: Any) -> None:
@@ -70,10 +76,9 @@ def test_nnx_layers_train(engine: str, family: str) -> None:
     spec = preset(family)
     with running_on(engine):
         layer, x = nnx_layer(draw_weights(spec), spec), jnp.asarray(draw_tokens(spec, "float32", NUM_TOKENS))
-        _, aux = layer(x, return_aux=True)
-        gradient = flax_nnx.jit(flax_nnx.grad(lambda layer, x: layer_value(layer(x, return_aux=True)), argnums=(0, 1)))
-        of_layer, of_x = gradient(layer, x)
-        wanted, wanted_x = plain_gradients(layer.parameters(), x, spec, aux)
+        gradient = flax_nnx.jit(flax_nnx.grad(layer_value, argnums=(0, 1), has_aux=True))
+        (of_layer, of_x), aux = gradient(layer, x)
+        wanted, wanted_x = plainly(family)(layer.parameters(), x, aux.ids, aux.tokens_per_expert)
         found = jax.tree.map(np.asarray, flax_nnx.to_pure_dict(of_layer))
         require_close((found, of_x), (wanted, wanted_x))
         trained = sum(not leaf.is_state for leaf in layers.leaves(spec))

@@ -135,7 +135,7 @@ CALLS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("mask", (2, 2)), ("mask", (1, NUM_DEVICES)), ("mask", (2, 1)),
+@pytest.mark.parametrize(("name", "sizes"), [("mask", (2, 2)), ("mask", (2, 1)),
     ("ids", (2, 2)), ("shared", (1, NUM_DEVICES))], ids=str)  # fmt: skip
 def test_devices_that_share_the_experts_exchange_rows(name: str, sizes: tuple[int, int]) -> None:
     """Where their split shows: not in a transformation under automatic axes. Gradients stay split."""
@@ -146,11 +146,11 @@ def test_devices_that_share_the_experts_exchange_rows(name: str, sizes: tuple[in
         result = moe_jax.moe(x, experts, **options)
         return jnp.square(result.output).sum(), result
 
-    step = jax.value_and_grad(both, argnums=(0, 1, 2), has_aux=True)
+    step = jax.jit(jax.value_and_grad(both, argnums=(0, 1, 2), has_aux=True))
     x, *others = to_jax(SHARED[:3])
     with running_on("reference"):
         wanted = step(x, *others)
-        for kind, run in ((AxisType.Auto, both), (AxisType.Explicit, jax.jit(step))):
+        for kind, run in ((AxisType.Auto, both), (AxisType.Explicit, step)):
             mesh = mesh_of(*sizes, kind=kind)
             experts = jax.device_put(others[0], NamedSharding(mesh, P("model")))
             found = run(jax.device_put(x, NamedSharding(mesh, P("data"))), experts, others[1])

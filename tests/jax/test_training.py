@@ -53,13 +53,17 @@ from tests.support.training.jax import (
 on_cases = pytest.mark.parametrize(("spec", "kind", "options"), [pytest.param(*one[1:], id=one[0]) for one in CASES])
 
 
-def both_gradients(problem: Problem, spec: MoESpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The op's, jitted, and the loop's."""
-    arrays, put = split(problem)
-    ids = np.asarray(run(problem, spec).ids)
-    ours = jax.jit(jax.grad(lambda arrays: op_loss(put(arrays), spec)))(arrays)
-    plainly = compile_quickly(jax.grad(lambda arrays: loss_of(plain(put(arrays), ids, spec), problem)))
-    return ours, plainly(arrays)
+@functools.cache
+def plainly(spec: MoESpec, kind: type, **options: Any) -> Callable[..., Any]:
+    """(arrays, ids) -> (gradients, weights) of the loop."""
+    problem = make(spec, kind, **options)
+    _, put = split(problem)
+
+    def value(arrays: dict[str, Any], ids: jax.Array) -> Any:
+        results = plain(put(arrays), ids, spec)
+        return loss_of(results, problem), results[1]
+
+    return compile_quickly(jax.grad(value, has_aux=True))
 
 
 def require_close(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -79,7 +83,9 @@ def require_close(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_gradients_are_those_of_a_plain_loop(engine: str, spec: MoESpec, kind: type, options: dict[str, Any]) -> None:
     with running_on(engine):
         problem = to_jax(make(spec, kind, **options))
-        require_close(*both_gradients(problem, spec))
+        arrays, put = split(problem)
+        ours = jax.jit(jax.grad(lambda arrays: op_loss(put(arrays), spec)))(arrays)
+        require_close(ours, plainly(spec, kind, **options)(arrays, run(problem, spec).ids)[0])
 
 
 @on_cases
@@ -300,19 +306,10 @@ def test_a_replayed_layer_trains_its_router(spec: MoESpec, kind: type, options: 
         arrays, put = split(problem)
         num_experts = E + 2 if options.get("expert_map") else E
         own = run(to_jax(make(spec, kind, seed=5, **options)), spec)
-        ids = np.asarray(own.ids)
-
-        def loss(arrays: dict[str, Any]) -> jax.Array:
-            chosen = LayerRouting(own.ids, jax.lax.stop_gradient(weights_of(arrays)), num_experts)
-            return replay(lambda: op_loss(put(arrays), spec))(chosen)
-
-        def weights_of(arrays: dict[str, Any]) -> jax.Array:
-            weights = plain(put(arrays), ids, spec)[1]
-            return problem.routing.weights if weights is None else weights
-
-        ours = jax.jit(jax.grad(loss))(arrays)
-        plainly = compile_quickly(jax.grad(lambda arrays: loss_of(plain(put(arrays), ids, spec), problem)))
-        require_close(ours, plainly(arrays))
+        wanted, weights = plainly(spec, kind, **options)(arrays, own.ids)
+        chosen = LayerRouting(own.ids, problem.routing.weights if weights is None else weights, num_experts)
+        ours = jax.jit(jax.grad(lambda arrays: replay(lambda: op_loss(put(arrays), spec))(chosen)))(arrays)
+        require_close(ours, wanted)
         if kind is not TopK:
             router = "routing.weight" if kind is RouterWeights else "routing.logits"
             assert np.abs(np.asarray(ours[router])).max() > 0

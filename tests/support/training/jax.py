@@ -139,7 +139,7 @@ def compile_quickly(function: Any) -> Any:
 
 # Without it XLA multiplies float32 in TF32 on a GPU, here and in the gradient.
 @jax.default_matmul_precision("highest")
-def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+def plain(problem: Problem, ids: Any, spec: MoESpec) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(output, weights, logits) in a loop over tokens and slots, for the ids that the op chose.
 
     An absent slot is an expert's product that is not added.
@@ -154,7 +154,7 @@ def plain(problem: Problem, ids: np.ndarray, spec: MoESpec) -> tuple[jax.Array, 
         logits = logits if routing.bias is None else logits + routing.bias
         if mask is not None:  # What flows into the logits of a masked token goes no further.
             logits = jnp.where(mask[:, None], logits, jax.lax.stop_gradient(logits))
-    local = ids if expert_map is None else np.where(ids < 0, -1, expert_map[np.maximum(ids, 0)])
+    local = ids if expert_map is None else jnp.where(ids < 0, -1, jnp.asarray(expert_map)[jnp.maximum(ids, 0)])
 
     def of_one_token(arguments: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         x, given, chosen, local, is_saved = arguments
