@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 from moe_core.errors import InvalidInput
-from moe_core.layers import MoELayerSpec, SharedExpertsSpec
+from moe_core.layers import MAXTEXT, MoELayerSpec, SharedExpertsSpec
 from moe_jax import layers
 from moe_jax.nnx import MoE
+from tests.support.flax import draw_tokens, draw_weights
 from tests.support.jax import running_on
 from tests.support.parallel.jax import ep_mesh
 
@@ -24,27 +25,27 @@ RULES = (("exp", "ep"), ("embed_moe", None), ("mlp_moe", None), ("embed_router",
 
 
 def tokens() -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (8, 8))
+    return jnp.asarray(draw_tokens(SPEC, "float32", 8))
 
 
 def test_nnx_layers_follow_logical_rules() -> None:
     """Made, called and differentiated under a mesh as on one device, and called as such without one."""
 
-    def loss(layer: MoE, x: jax.Array) -> jax.Array:
+    def loss(layer: MoE, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, aux = layer(x, return_aux=True)
-        return jnp.sin(y).sum() + aux.load_balance_loss
+        return jnp.sin(y).sum() + aux.load_balance_loss, y
 
-    gradient = nnx.jit(nnx.grad(loss), graph_updates=False)
+    gradient = nnx.jit(nnx.grad(loss, has_aux=True), graph_updates=False)
     x = tokens()
     with running_on("reference"):
         with jax.set_mesh(ep_mesh(4)), nnx.logical_axis_rules(RULES):
             layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(0), expert_axis="ep")
             assert layer.parameters()["wi_0"].sharding.spec[0] == "ep"
-            found, output = gradient(layer, x), nnx.jit(lambda layer, x: layer(x), graph_updates=False)(layer, x)
+            found, output = gradient(layer, x)
         weights: Any = layer.export_weights()
         alone = MoE.from_weights(weights)
-        expected = gradient(alone, x)
-        np.testing.assert_array_equal(output, alone(x))
+        expected, plain = gradient(alone, x)
+        np.testing.assert_array_equal(output, plain)
         alone.expert_axis = "ep"
         np.testing.assert_array_equal(output, alone(x))
     for name in ("wi_0", "wi_1", "wo"):
@@ -57,8 +58,9 @@ def test_nnx_layers_are_parallelized_in_place() -> None:
     """Made and loaded first, also under the mesh, or abstract and loaded in parts: no device ever has all experts."""
     mesh, x = ep_mesh(4), tokens()
     with running_on("reference"):
-        layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(1))
-        expected, weights = np.asarray(layer(x)), layer.export_weights()
+        weights = draw_weights(SPEC, storage=MAXTEXT)
+        layer = MoE.from_weights(weights)
+        expected = np.asarray(layer(x))
         abstract: MoE = nnx.eval_shape(lambda: MoE.from_spec(SPEC, rngs=nnx.Rngs(0)))
         with jax.set_mesh(mesh):
             under_the_mesh = MoE.from_weights(weights)
@@ -79,8 +81,9 @@ def test_checkpoints_move_between_numbers_of_devices(tmp_path: pathlib.Path) -> 
     """Saved by four, loaded by two and by one, each rank reading its own experts, and by four again."""
     x = tokens()
     with running_on("reference"):
-        with jax.set_mesh(ep_mesh(4)), nnx.logical_axis_rules(RULES):
-            layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(3), expert_axis="ep")
+        layer = MoE.from_weights(draw_weights(SPEC, storage=MAXTEXT))
+        layer.parallelize(ep_mesh(4))
+        with jax.set_mesh(ep_mesh(4)):
             expected = np.asarray(jax.jit(lambda layer, x: layer(x))(layer, x))
             with orbax.checkpoint.StandardCheckpointer() as checkpointer:
                 checkpointer.save(tmp_path / "layer", layer.parameters())
