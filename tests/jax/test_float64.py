@@ -1,4 +1,4 @@
-"""Layers under x64: what keeps its dtype, and what is refused."""
+"""Layers under x64: what keeps its dtype, and what is refused; traced alone, test_higher_derivatives.py runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from moe_core.layers import LatentSpec, MoELayerSpec, OutputSpec, SharedExpertsSpec
@@ -23,20 +22,19 @@ def x64() -> Iterator[None]:
         yield
 
 
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([sum(shape), seed]).standard_normal(shape))
-
-
 @pytest.mark.parametrize(("of_x", "of_layer"), [(jnp.float64, jnp.float32), (jnp.float32, jnp.float64)])
 def test_float64_is_never_promoted(of_x: Any, of_layer: Any) -> None:
     nnx = pytest.importorskip("flax.nnx")
     from moe_jax.nnx import MoE
 
-    x, options = draw(T, D).astype(of_x), {"param_dtype": of_layer, "rngs": nnx.Rngs(0)}
+    def dtype_of(**options: Any) -> Any:
+        call = lambda x: MoE(D, F, E, K, param_dtype=of_layer, rngs=nnx.Rngs(0), **options)(x)  # noqa: E731
+        return jax.eval_shape(call, jax.ShapeDtypeStruct((T, D), of_x)).dtype
+
     with pytest.raises(InvalidInput, match=f"x must be {of_layer.__name__} like the experts, got {of_x.__name__}"):
-        MoE(D, F, E, K, **options)(x)
+        dtype_of()
     for lora in (None, LoRA(rank=2)):
-        assert MoE(D, F, E, K, dtype=jnp.float64, lora=lora, **options)(x).dtype == jnp.float64
+        assert dtype_of(dtype=jnp.float64, lora=lora) == jnp.float64
 
 
 @pytest.mark.parametrize(
@@ -51,12 +49,13 @@ def test_float64_is_never_promoted(of_x: Any, of_layer: Any) -> None:
 )
 def test_x64_promotes_nothing_of_a_float32_layer(options: Any) -> None:
     spec = MoELayerSpec(D, F, E, K, **options)
-    parameters, x = layers.initialize(spec, jax.random.key(0)), draw(T, D).astype(jnp.float32)
+    parameters = jax.eval_shape(lambda: layers.initialize(spec, jax.random.key(0)))
 
     def loss(parameters: Any, x: jax.Array) -> Any:
         y, aux = layers.forward(parameters, x, spec, return_aux=True)
         return jnp.square(y).sum() + aux.load_balance_loss + aux.z_loss, (y, aux)
 
-    made = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
+    step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    made = jax.eval_shape(step, parameters, jax.ShapeDtypeStruct((T, D), jnp.float32))
     wide = {jnp.dtype(jnp.float64), jnp.dtype(jnp.int64)}
     assert not [path for path, one in jax.tree_util.tree_leaves_with_path((parameters, made)) if one.dtype in wide]
