@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -128,6 +128,7 @@ def test_every_matrix_is_drawn_by_itself(weight_layout: str) -> None:
     """The initialiser sees one matrix [inputs, outputs]; keys differ; biases and state start at zero."""
     seen = []
 
+    @functools.partial(jax.jit, static_argnums=(1, 2))
     def kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         seen.append((shape, dtype))
         first_output = jnp.arange(shape[1]) == 0
@@ -209,7 +210,6 @@ def test_a_stack_holds_one_layer_of_the_source_at_a_time() -> None:
 
     def read() -> Iterator[LayerWeights]:
         for seed in range(3):
-            gc.collect()
             assert all(reference() is None for reference in alive), f"an earlier layer is alive at layer {seed}"
             weights = draw_weights(spec, seed=seed)
             alive.append(weakref.ref(weights))

@@ -166,12 +166,13 @@ def test_rows_of_a_mesh_are_multiplied_where_they_are(axes: tuple[str, ...], kin
         back = moe_jax.gmm(other, rhs, sizes, transpose_rhs=True)
         return y, *pull(other), moe_jax.ragged_dot_general(lhs, other, sizes, CONTRACTION), part, back
 
+    jitted = jax.jit(results)
     with running_on("reference"):
         for lengths in ((9, 9, 9, 9, 9), (0, 0, 32, 0, 0), (4, 0, 17, 2, 3)):
             groups = jnp.asarray(lengths, jnp.int32)
             wanted = results(lhs, other, rhs, groups)
             split = jax.device_put((lhs, other), NamedSharding(mesh, P(axes)))
-            for call in (jax.jit(results), *([results] if kind == AxisType.Auto and lengths[2] == 32 else [])):
+            for call in (jitted, *([results] if kind == AxisType.Auto and lengths[2] == 32 else [])):
                 with jax.set_mesh(mesh):
                     found: Any = call(split[0], split[1], rhs, groups)
                 for ours, one in zip(found, wanted, strict=True):
