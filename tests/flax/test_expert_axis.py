@@ -39,7 +39,8 @@ def test_nnx_layers_follow_logical_rules() -> None:
     x = tokens()
     with running_on("reference"):
         with jax.set_mesh(ep_mesh(4)), nnx.logical_axis_rules(RULES):
-            layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(0), expert_axis="ep")
+            layer = MoE.from_spec(SPEC, rngs=nnx.Rngs(0), expert_axis="ep", kernel_init=jax.nn.initializers.zeros)
+            layer.load_weights(draw_weights(SPEC))
             assert layer.parameters()["wi_0"].sharding.spec[0] == "ep"
             found, output = gradient(layer, x)
         weights: Any = layer.export_weights()
