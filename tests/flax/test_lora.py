@@ -15,11 +15,13 @@ import pytest
 import moe_jax
 from moe_core.checkpoint import ExpertAdapter, LoRAPair
 from moe_core.formats import scheme_named
+from moe_core.layers import MoELayerSpec
 from moe_core.layers.around import OutputSpec
 from moe_core.layers.lora import TARGETS
 from moe_core.specs.norm import NormSpec
 from moe_core.specs.operands import LoRAFactors
 from moe_jax import LoRA
+from tests.support.flax import draw_weights, nnx_layer
 from tests.support.jax import cpu_mesh, running_on, untyped
 from tests.support.training.lora_stages import STAGES
 
@@ -221,8 +223,8 @@ def test_a_mesh_splits_tokens() -> None:
 @pytest.mark.parametrize("name", STAGES)
 def test_layers_in_stages(name: str) -> None:
     """Each token as a layer with its adapter merged has it, and without one as the layer before."""
-    options: Any = STAGES[name] | {"shared_experts": SharedExpertsSpec(24)}
-    layer, plain = (MoE(64, 48, 4, 2, rngs=nnx.Rngs(0), **options) for _ in range(2))
+    spec = MoELayerSpec(64, 48, 4, 2, **STAGES[name], shared_experts=SharedExpertsSpec(24))
+    layer, plain = (nnx_layer(draw_weights(spec), spec) for _ in range(2))
     x, random = jnp.asarray(np.random.default_rng(0).standard_normal((33, 64)), jnp.float32), np.random.default_rng(1)
     ids, mask = jnp.arange(33, dtype=jnp.int32) % 4 - 1, jnp.asarray(random.random(33) < 0.8)
     width = 32 if name == "latent" else 64
