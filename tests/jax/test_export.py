@@ -32,7 +32,7 @@ import pathlib, sys
 import numpy as np, jax
 from jax import export
 import moe_jax
-folder = pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[4])
 program = export.deserialize((folder / "program").read_bytes())
 x = np.load(folder / "x.npy")
 try:
@@ -60,7 +60,8 @@ def run_program(source: str, *arguments: object) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_a_program_runs_in_another_process(tmp_path: pathlib.Path) -> None:
+def exported_program(folder: pathlib.Path) -> np.ndarray:
+    """What RUN_EXPORTED needs in the folder, and what it shall find."""
     layer = small_layer()
     with running_on("reference"):
         x, experts, routing = to_jax(layer[:3])
@@ -70,14 +71,11 @@ def test_a_program_runs_in_another_process(tmp_path: pathlib.Path) -> None:
 
         exported = export.export(jax.jit(forward), platforms=["cpu"], disabled_checks=ALLOWED)(x)
         expected = np.asarray(forward(x))
-    (tmp_path / "program").write_bytes(exported.serialize())
-    np.save(tmp_path / "x.npy", layer.x)
-    keys = moe_jax.export_plans(tmp_path / "plans.json")
+    (folder / "program").write_bytes(exported.serialize())
+    np.save(folder / "x.npy", layer.x)
+    keys = moe_jax.export_plans(folder / "plans.json")
     assert any(names_key(exported.mlir_module(), key) for key in keys)
-
-    done = run_program(RUN_EXPORTED, tmp_path)
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_array_equal(np.load(tmp_path / "result.npy"), expected)
+    return expected
 
 
 @pytest.mark.parametrize("names", [["cuda"], ["cpu", "cuda"]])
@@ -218,7 +216,8 @@ np.savez(sys.argv[3], y=y, counts=aux.tokens_per_expert, loss=aux.load_balance_l
 """
 
 
-def test_buckets_in_one_file_pad_and_run_in_another_process(tmp_path: pathlib.Path) -> None:
+def test_programs_and_buckets_run_in_another_process(tmp_path: pathlib.Path) -> None:
+    """A program beside its plans, and buckets with theirs in one file, which pad."""
     from moe_jax import layers
 
     spec = layers.MoELayerSpec(8, 12, 4, 2)
@@ -251,8 +250,10 @@ def test_buckets_in_one_file_pad_and_run_in_another_process(tmp_path: pathlib.Pa
         np.savez(tmp_path / "in.npz", x=x, **named)
         wanted, aux = plain(parameters, x)
         slope = jax.grad(lambda parameters: plain(parameters, x)[0].sum())(parameters)["wo"]
-    done = run_program(RUN_BUCKETS, *(tmp_path / name for name in ("program.zip", "in.npz", "out.npz")))
+    expected, names = exported_program(tmp_path), ("program.zip", "in.npz", "out.npz", "")
+    done = run_program(RUN_BUCKETS + RUN_EXPORTED, *(tmp_path / name for name in names))
     assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "result.npy"), expected)
     found = np.load(tmp_path / "out.npz")
     for name, value in {"y": wanted, "slope": slope, "counts": aux.tokens_per_expert}.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)

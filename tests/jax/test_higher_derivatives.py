@@ -182,8 +182,12 @@ def layer(**options: Any) -> tuple[MoELayerSpec, Any]:
     "options",
     [
         {"capacity_factor": 1.0, "shared_experts": SharedExpertsSpec(2, gate=True), "router_bias": True},
-        {"router_norm": NormSpec(), "expert_scale": True, "latent": LatentSpec(3, NormSpec())},
-        {"output": OutputSpec(NormSpec(centred=True, weight_first=True), of="experts")},
+        {
+            "router_norm": NormSpec(),
+            "expert_scale": True,
+            "latent": LatentSpec(3, NormSpec()),
+            "output": OutputSpec(NormSpec(centred=True, weight_first=True), of="experts"),
+        },
     ],
     ids=lambda options: next(iter(options)),
 )
