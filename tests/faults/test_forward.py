@@ -25,11 +25,11 @@ from tests.support.paths import ROOT
 
 #: Kernel files whose faults share a process, since importing the frameworks takes longer than finding a fault.
 GROUPS = (
-    ("router.kernels.router", "routing.kernels.topk"),
     ("routing.kernels.layout", "routing.kernels.schedule", "routing.kernels.route_and_layout",
         "routing.kernels.bitmatrix", "moe.kernels.chained", "moe.kernels.one_token"),
-    ("common.kernels.rows", "matmul.portable.kernel", "activation.kernels.formulas", "activation.kernels.forward",
-        "reduction.kernels.reduce", "common.kernels.zero_rows", "matmul.quantized.kernel", "quantize.kernels.rows"),
+    ("router.kernels.router", "routing.kernels.topk", "common.kernels.rows", "matmul.portable.kernel",
+        "activation.kernels.formulas", "activation.kernels.forward", "reduction.kernels.reduce",
+        "common.kernels.zero_rows", "matmul.quantized.kernel", "quantize.kernels.rows"),
 )  # fmt: skip
 
 
