@@ -17,6 +17,7 @@ import moe_jax
 from moe_core.specs import RouterSpec
 from moe_jax.bridge import ffi
 from tests.support.jax import (
+    REAL_KERNELS,
     on_engines,
     program_text,
     run_stack,
@@ -39,9 +40,8 @@ def run_sliced(
     return jax.lax.scan(layer, x, stacked)[0]
 
 
-@on_engines
-def test_scan_over_stacked_layers_copies_no_weight(engine: str) -> None:
-    with running_on(engine):
+def test_scan_over_stacked_layers_copies_no_weight() -> None:
+    with running_on(REAL_KERNELS):
         x, _, routing = to_jax(small_layer()[:3])
         stacked, spec = stacked_weights(), small_layer().spec
         compiled = program_text(jax.jit(run_stack, static_argnums=3).lower(x, stacked, routing, spec))
