@@ -151,8 +151,7 @@ def test_wrong_arguments() -> None:
             call()
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+@pytest.mark.parametrize(("axes", "kind"), [(("data",), AxisType.Explicit), (("data", "model"), AxisType.Auto)])
 def test_rows_of_a_mesh_are_multiplied_where_they_are(axes: tuple[str, ...], kind: AxisType) -> None:
     """Products, gradients and contractions of rows on several devices have the numbers of one, in both orders."""
     mesh = jax.make_mesh(
