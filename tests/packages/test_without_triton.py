@@ -1,6 +1,6 @@
 """Where Triton is not installed, as on macOS: layers run on the NumPy reference, and commands say what is missing.
 
-Runs in an environment of its own, which .ci/daily makes: `python tools/environment.py --directory .venv-cpu --extras
+Runs in an environment of its own, which .ci/run makes: `python tools/environment.py --directory .venv-cpu --extras
 all,test --packages-of .venv --without triton`. The other tests block imports of Triton one by one.
 """
 

@@ -1,6 +1,6 @@
 """Files made by quantisers' own code are read as the quantiser reads them, and converted without a loss.
 
-`.ci/daily` installs the packages, and `MOEBIUS_PRODUCERS=1` turns an absent one into an error.
+`.ci/run` installs the packages, and `MOEBIUS_PRODUCERS=1` turns an absent one into an error.
 """
 
 # pyright: reportCallIssue=false
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 def require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         assert os.environ.get("MOEBIUS_PRODUCERS") != "1", f"{package} must be installed"
-        pytest.skip(f"needs {package}, which a step of .ci/daily installs")
+        pytest.skip(f"needs {package}, which a step of .ci/run installs")
 
 
 @pytest.mark.parametrize("name", CASES)
