@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tools.mutate import forks
+from tools.mutate import contexts, forks
 from tools.mutate.contexts import Contexts
 from tools.mutate.run import Run, draw, drawn_at
 from tools.mutate.sources import Mutation
@@ -66,7 +66,7 @@ SCRIPT = """
 import pathlib, sys
 from tools.mutate import sources
 sources.ROOT = pathlib.Path(sys.argv.pop(1))
-from tools.mutate import forks
+from tools.mutate import contexts, forks
 forks.SHARED = ("numpy", "hypothesis", "pytest")
 from tools.mutate import plugin, run
 run.PATIENCE, plugin.ENOUGH, plugin.FEWEST = 2, 0.0, 2
@@ -182,6 +182,29 @@ def test_only_what_passes_without_the_change_kills_it(
     run.save()
     third = Run([("", mutation)], recorded, tmp_path / "r.json", 1.0)
     assert len(third.queue) == bool(why) and len(third.results) == (not why)
+
+
+def test_a_test_is_trusted_with_the_packages_that_it_passed_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, mutation = "tests/base/test_memory.py", Mutation("moe_core/errors.py", "<module>", "swap", 1, 0, 1, "")
+    text = {
+        "file": file,
+        "digest": contexts.digest(file),
+        "setup": 1.0,
+        "functions": [],
+        "tests": {f"{file}::t": [1.0, []]},
+    }
+    for packages, trusted in ((contexts.packages(), True), ("others", None), (None, None)):
+        contexts.place(tmp_path, file).write_text(json.dumps(text | {"packages": packages}))
+        run = Run([("", mutation)], contexts.load(tmp_path), tmp_path / "r.json", 1.0)
+        assert run.passes(f"{file}::t") is trusted
+    run.controls[f"{file}::t"] = [run.digest(file), True]
+    assert run.passes(f"{file}::t")
+    monkeypatch.setattr(contexts, "packages", lambda: "others")
+    other = Run([("", mutation)], contexts.load(tmp_path), tmp_path / "r.json", 1.0)
+    other.controls = run.controls
+    assert other.passes(f"{file}::t") is None
 
 
 def test_folders_and_their_directories_are_drawn_alike_and_small_ones_whole() -> None:

@@ -68,7 +68,8 @@ def names_entry(test: str, entry: str) -> bool:
 @dataclass
 class Contexts:
     """seconds: of a test; setup: of collecting a file; callers: the tests of a function, of a file and of a folder;
-    alike: tests that other parameters of their function were recorded for; passed: tests and files of today's text."""
+    alike: tests that other parameters of their function were recorded for; passed: tests and files of today's text that
+    were recorded with today's packages."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     setup: dict[str, float] = field(default_factory=dict)
@@ -143,6 +144,12 @@ def digest(name: str) -> str:
     return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16] if (ROOT / name).exists() else ""
 
 
+def packages() -> str:
+    """A digest of what is mutated: with another text of it a test may fail without a mutation."""
+    texts = [path.read_bytes() for path in sorted(ROOT.glob("moe_*/**/*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
 def recorded(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
     path = place(folder, name)
     return json.loads(path.read_text()) if path.exists() else None
@@ -150,11 +157,12 @@ def recorded(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
 
 def load(folder: pathlib.Path) -> Contexts:
     """What is recorded of the files that are there, of an earlier text of theirs where they changed since."""
-    contexts = Contexts()
+    contexts, today = Contexts(), packages()
     for name in test_files():
         if record := recorded(folder, name):
             contexts.add(record)
-            contexts.passed |= {name, *record["tests"]} if record["digest"] == digest(name) else set()
+            known = (record["digest"], record.get("packages")) == (digest(name), today)
+            contexts.passed |= {name, *record["tests"]} if known else set()
     return contexts
 
 
@@ -169,7 +177,7 @@ def record(
     """Record the test files that have no record, or whose text has changed since, if they begin with one of `tests`."""
     folder.mkdir(parents=True, exist_ok=True)
     # Of the texts that the trees have: they may change while others are recorded.
-    digests = {name: digest(name) for name in test_files() if name.startswith(tests)}
+    digests, today = {name: digest(name) for name in test_files() if name.startswith(tests)}, packages()
     missing = [name for name, known in digests.items() if (recorded(folder, name) or {}).get("digest") != known]
 
     left = iter(missing)
@@ -190,6 +198,7 @@ def record(
         text = {
             "file": outcome.job.name,
             "digest": digests[outcome.job.name],
+            "packages": today,
             "setup": next((event["seconds"] for event in outcome.of("collected")), 0.0),
             "functions": functions,
             "tests": {test: (seconds, [index[name] for name in called]) for test, (seconds, called) in ran.items()},

@@ -105,8 +105,8 @@ def _pieces(path: str, text: str) -> list[tuple[int, int]]:
 class Run:
     """The state of one run; `results` by the version of their mutation.
 
-    controls: of tests that killed and are not known to pass, the digest of their file and whether they pass without a
-    change; kept beside the results. unproven: those of them that are still to run, by file.
+    controls: of tests that killed and are not known to pass, the digest of file and packages and whether they pass
+    without a change; kept beside the results. unproven: those of them that are still to run, by file.
     again: no earlier result is kept. The test that killed a mutation before is its first either way.
     """
 
@@ -129,7 +129,8 @@ class Run:
         path = self.controls_at = store.with_name("controls.json")
         self.controls: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
         self.unproven: dict[str, list[str]] = {}
-        self.digest = functools.cache(contexts.digest)
+        packages = contexts.packages()
+        self.digest = functools.cache(lambda file: f"{contexts.digest(file)} {packages}")
         for folder, mutation in drawn:
             old = None if again else kept.get(version(mutation))
             listed = equivalent.key_of(mutation, (ROOT / mutation.path).read_text()) in self.known
