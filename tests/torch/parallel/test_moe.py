@@ -371,7 +371,6 @@ def test_frozen_routers_weights_stay_until_a_backward(ranks: Pool, way: Exchange
 
 
 def gradients_of(group: Any, problem: Problem, how: str, way: ExchangeSpec) -> list[np.ndarray]:
-    """Of x and this rank's experts."""
     own = to_torch(problem.ranks()[torch.distributed.get_rank(group)], "cpu")
     leaves = [own.x.requires_grad_(), *trained(own.experts).values()]
     options: Any = {"parallel": parallel_of(group, way, problem), "placement": problem.placement}
@@ -390,10 +389,11 @@ def gradients_of(group: Any, problem: Problem, how: str, way: ExchangeSpec) -> l
 
 
 @pytest.mark.parametrize("how", ["copied", "made again", "searched for NaN", "twice", "written"])
-def test_gradients_where_experts_store_results(ranks: Pool, how: str) -> None:
-    """A rank has room behind the 69 rows that arrive. Saved tensors may be others."""
-    problem = draw_problem(1, placement_of("linear", 6, 2, 0), (36, 37), 3, "random", "float32", PLAIN, sizes=(16, 8))
-    for way in (ExchangeSpec(), *PEER):
+def test_gradients_where_saved_tensors_are_others(ranks: Pool, how: str) -> None:
+    """A rank has room behind the rows that arrive, of which nothing is read."""
+    for way in TORCH_WAYS:
+        tokens = (36 + (way in WAYS[2:]), 37)  # blocks need ranks of one size
+        problem = draw_problem(1, placement_of("linear", 6, 2, 0), tokens, 3, "random", "float32", PLAIN, sizes=(16, 8))
         found, expected = (ranks.call(gradients_of, [(problem, one, way)] * 2) for one in (how, ""))
         for array, other in zip(*(itertools.chain(*one) for one in (found, expected)), strict=True):
             np.testing.assert_array_equal(array, other, how)
